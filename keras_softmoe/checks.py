@@ -1,4 +1,4 @@
-"""Checks of arguments, with errors that name accepted values and a remedy."""
+"""Checks of arguments, with errors that name the rule and the value received."""
 
 import difflib
 import inspect
@@ -8,35 +8,23 @@ import typing
 
 import numpy as np
 
-# Maximum values of arguments, by name: far larger than in any model of the papers, and
-# small enough for a machine. A larger value is a typing error or comes from a damaged
-# or hostile file, and would cost hours or all memory.
-LARGEST = {
+# Maximum values of arguments by name, far larger than in any model of the papers.
+# Larger ones are typing errors or come from damaged files; they would fill the memory.
+_SIZES = (
+    "hidden_dim num_experts num_predicted_experts slots_per_expert multiple_of "
+    "group_images image_shape patch_size grid num_patches sequence_length "
+    "num_registers representation_dim embedding_dim output_dim image_projection_dim "
+    "text_projection_dim"
+)
+LARGEST = {name: 1 << 16 for name in _SIZES.split()} | {
     "num_layers": 256,
     "num_heads": 1024,
-    "hidden_dim": 1 << 16,
     "mlp_dim": 1 << 20,
     "expert_mlp_dim": 1 << 20,
-    "num_experts": 1 << 16,
-    "num_predicted_experts": 1 << 16,
-    "slots_per_expert": 1 << 16,
-    "num_iterations": 10_000,
-    "multiple_of": 1 << 16,
-    "group_images": 1 << 16,
-    "image_shape": 1 << 16,
-    "patch_size": 1 << 16,
-    "grid": 1 << 16,
-    "num_patches": 1 << 16,
-    "sequence_length": 1 << 16,
+    "devices": 1 << 20,
     "vocabulary_size": 1 << 24,
     "num_classes": 1 << 24,
-    "representation_dim": 1 << 16,
-    "embedding_dim": 1 << 16,
-    "output_dim": 1 << 16,
-    "num_registers": 1 << 16,
-    "image_projection_dim": 1 << 16,
-    "text_projection_dim": 1 << 16,
-    "devices": 1 << 20,
+    "num_iterations": 10_000,
 }
 # Maximum of other integers, and of numbers that float32 can still multiply.
 _LARGEST_INTEGER, _LARGEST_NUMBER = 1 << 63, 1e30
@@ -58,31 +46,30 @@ def quote(value):
         return f"a {type(value).__name__}"
 
 
-def is_whole_number(value, least=1, name=None):
-    """Return whether a value is an integer in range. NumPy's count, bools do not.
+def received(**values):
+    """Return `"Received: name=value, ...."` to end a message, with values shortened."""
+    return f"Received: {', '.join(f'{k}={quote(v)}' for k, v in values.items())}."
 
-    Args:
-        value: anything.
-        least: int.
-        name: str or `None`, name of the argument, which may have a maximum in
-            `LARGEST`.
+
+def is_whole_number(value, least=1, name=None):
+    """Return whether a value is an integer from `least` to `LARGEST[name]`.
+
+    Integers of NumPy count, bools do not.
     """
     is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     return is_integer and least <= value <= LARGEST.get(name, _LARGEST_INTEGER)
 
 
 def check_whole_numbers(least, **arguments):
-    """Raise unless every argument is a whole number, `least` or more.
+    """Raise unless every argument is an integer from `least` to `LARGEST[name]`.
 
-    The maximum is `LARGEST[name]`. Integers of NumPy are accepted. Some layers of Keras
-    refuse them: convert those with `int`.
+    Integers of NumPy are accepted. Some layers of Keras refuse them: convert them.
     """
     wanted = "a positive integer" if least == 1 else f"an integer of at least {least}"
     for name, value in arguments.items():
         if not is_whole_number(value, least, name):
             raise ValueError(
-                f"`{name}` must be {wanted}{at_most(name)}. Received: "
-                f"{name}={quote(value)}. Pass such an int."
+                f"`{name}` must be {wanted}{at_most(name)}. {received(**{name: value})}"
             )
 
 
@@ -91,7 +78,7 @@ def check_num_heads(num_heads, width):
     if width % num_heads:
         raise ValueError(
             "The heads share the width equally, so `num_heads` must divide it. "
-            f"Received: num_heads={num_heads}, width={width}. Change one of the two."
+            + received(num_heads=num_heads, width=width)
         )
 
 
@@ -101,7 +88,7 @@ def at_most(name):
 
 
 def is_number(value):
-    """Return whether a value is a finite number. NumPy's count, bools do not."""
+    """Return whether a value is a finite number. Those of NumPy count, bools do not."""
     is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
     return is_real and -_LARGEST_NUMBER < value < _LARGEST_NUMBER
 
@@ -115,33 +102,26 @@ def check_numbers(least=None, over=None, under=None, **arguments):
         under: float or `None`, exclusive upper bound.
         **arguments: the arguments.
     """
-    bounds = [
-        ("at least", least),
-        ("over", over),
-        ("under", _LARGEST_NUMBER if under is None else under),
-    ]
+    under = _LARGEST_NUMBER if under is None else under
+    bounds = [("at least", least), ("over", over), ("under", under)]
     wanted = " and ".join(f"{word} {n:g}" for word, n in bounds if n is not None)
     for name, value in arguments.items():
         if (
             not is_number(value)
             or (least is not None and value < least)
             or (over is not None and value <= over)
-            or (under is not None and value >= under)
+            or value >= under
         ):
             raise ValueError(
                 f"`{name}` must be a finite number {wanted}. "
-                f"Received: {name}={quote(value)}. Pass such a float or int."
+                + received(**{name: value})
             )
 
 
 def first_not_finite(array):
-    """Return the first row of a NumPy array with a NaN or an infinite number.
+    """Return the first row of an `(N, ...)` NumPy array with a NaN or infinity, if any.
 
-    Args:
-        array: `(N, ...)` array of any dtype.
-
-    Returns:
-        int, or `None` if all are finite or the dtype has finite values only.
+    It is `None` if all numbers are finite or the dtype has no others.
     """
     # NumPy has no kind for bfloat16.
     if array.dtype.kind not in "fc" and "float" not in array.dtype.name:
@@ -156,13 +136,13 @@ def first_not_finite(array):
 def check_choice(argument, value, accepted):
     """Raise unless the value of an argument is in `accepted`, a tuple.
 
-    Accepted values are strings, bools or `None`, so arrays are not compared.
+    Accepted values are strings, bools or `None`: arrays are refused without comparing.
     """
     is_array = hasattr(value, "__array__") and getattr(value, "ndim", 1)
     if is_array or value not in accepted:
         raise ValueError(
             f"Unknown `{argument}`. Accepted: {', '.join(map(repr, accepted))}. "
-            f"Received: {argument}={quote(value)}."
+            + received(**{argument: value})
         )
 
 
@@ -173,15 +153,9 @@ def check_bools(**arguments):
 
 
 def check_names(owner, given, accepted):
-    """Raise unless all names of arguments are accepted.
+    """Raise a `TypeError` unless all names given to `owner`, a callable, are accepted.
 
-    Args:
-        owner: str, name of the callable.
-        given: iterable of str, their names.
-        accepted: iterable of str.
-
-    Raises:
-        TypeError: as in Python, but with the nearest accepted names.
+    It is Python's error, but with the nearest accepted names.
     """
     accepted = list(dict.fromkeys(accepted))
     unknown = [name for name in given if name not in accepted]
@@ -194,7 +168,7 @@ def check_names(owner, given, accepted):
 
 
 def keyword_names(method):
-    """Names of a method's arguments, with those of `**x: Unpack[a TypedDict]`."""
+    """Return a method's argument names, and the keys of `**x: Unpack[a TypedDict]`."""
     _, *parameters = inspect.signature(method).parameters.values()
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     names = [p.name for p in parameters if p.kind in kinds]
@@ -206,7 +180,7 @@ def keyword_names(method):
 
 
 def did_you_mean(unknown, accepted):
-    """Return a sentence with the nearest accepted name of each unknown one, if any."""
+    """Return a sentence with the nearest accepted name of each unknown one."""
     names = [name[:80] for name in unknown if isinstance(name, str)][:12]
     nearest = [difflib.get_close_matches(name, accepted, n=1) for name in names]
     hints = [f"`{near}`" for found in nearest for near in found]
@@ -214,38 +188,24 @@ def did_you_mean(unknown, accepted):
 
 
 def pair(size, name="patch_size"):
-    """Return `(height, width)` of a size that may be a single number.
-
-    Args:
-        size: int or two of them.
-        name: str, name of the argument.
-
-    Raises:
-        ValueError: if they are not positive integers.
-    """
+    """Return `(height, width)` of `size`, a positive integer or two of them."""
     sizes = tuple(size) if np.iterable(size) else (size, size)
     if len(sizes) != 2 or not all(is_whole_number(s, 1, name) for s in sizes):
         raise ValueError(
             f"`{name}` must be a positive integer, or two of them for height and width"
-            f"{at_most(name)}. Received: {name}={quote(size)}. Pass, for example, "
-            f"{name}=(4, 4)."
+            f"{at_most(name)}. {received(**{name: size})}"
         )
     return sizes
 
 
 def checked_image_shape(image_shape):
-    """Return `(height, width, channels)` as a tuple.
-
-    Raises:
-        ValueError: if they are not three positive integers.
-    """
+    """Return `(height, width, channels)` as a tuple of positive integers."""
     shape = tuple(image_shape) if np.iterable(image_shape) else ()
     name = "image_shape"
     if len(shape) != 3 or not all(is_whole_number(size, 1, name) for size in shape):
         raise ValueError(
             f"`{name}` must be (height, width, channels), all known and positive "
-            f"integers{at_most(name)}. Received: {name}={quote(image_shape)}. Pass, "
-            f"for example, {name}=(224, 224, 3)."
+            f"integers{at_most(name)}. {received(image_shape=image_shape)}"
         )
     return shape
 
@@ -258,23 +218,21 @@ def patch_grid(image_shape, patch_size):
         patch_size: int or `(height, width)`.
 
     Raises:
-        ValueError: if the patches do not cover the image exactly.
+        ValueError: if the patches do not cover the image exactly, or are too many.
     """
     patch_size = pair(patch_size)
     height, width, _ = image_shape = checked_image_shape(image_shape)
     if height % patch_size[0] or width % patch_size[1]:
         raise ValueError(
             "The patches must cover the image exactly: the patch size has to divide "
-            "height and width. Received: "
-            f"image_shape={image_shape}, patch_size={patch_size}. Resize the "
-            "images or choose another patch size."
+            "height and width. "
+            + received(image_shape=image_shape, patch_size=patch_size)
         )
     rows, columns = height // patch_size[0], width // patch_size[1]
     if rows * columns > LARGEST["num_patches"]:
         raise ValueError(
             f"An image must have at most {LARGEST['num_patches']:,} patches, since "
-            "attention compares each with each. Received: "
-            f"image_shape={image_shape}, patch_size={patch_size}, {rows} x {columns} "
-            "patches. Choose larger patches or smaller images."
+            f"attention compares each with each, not {rows} x {columns}. "
+            + received(image_shape=image_shape, patch_size=patch_size)
         )
     return rows, columns

@@ -10,7 +10,6 @@ from benchmarks.torture.arguments import BACKBONE, BACKBONES, NO_SIZES, TEXT, ta
 from keras_softmoe import (
     architecture,
     checks,
-    distribution,
     evaluation,
     layers,
     models,
@@ -24,9 +23,9 @@ def assert_refused(make, name, value, error=ValueError):
     with pytest.raises(error) as caught:
         make(**{name: value})
     message = str(caught.value)
-    # What is accepted, what was given, and what to do about it.
+    # The rule and the value given.
     assert f"`{name}` must be" in message, message
-    assert f"Received: {name}={checks.quote(value)}. Pass" in message, message
+    assert checks.received(**{name: value}) in message, message
     assert len(message) < 1000
 
 
@@ -154,14 +153,9 @@ MODEL_SIZES = [
 @pytest.mark.parametrize("value", [0, -1, 2.5, "4"], ids=repr)
 @pytest.mark.parametrize("cls, name", MODEL_SIZES)
 def test_sizes_of_backbones(cls, name, value):
-    assert_refused(lambda **x: cls(**{**BACKBONES[cls], **x}), name, value)
-
-
-@pytest.mark.parametrize("value", [0, -1, 2.5, "4"], ids=repr)
-@pytest.mark.parametrize("cls, name", MODEL_SIZES)
-def test_what_cannot_be_built_is_not_counted(cls, name, value):
+    arguments = {**BACKBONES[cls], name: value}
+    assert_refused(lambda **x: cls(**{**arguments, **x}), name, value)
     if cls is not models.TextMoEBackbone:
-        arguments = {**BACKBONES[cls], name: value}
         with pytest.raises(ValueError, match=f"(?s)`{name}`.*Received: {name}="):
             evaluation.cost(arguments)
 
@@ -182,11 +176,10 @@ def test_blocks_with_experts(value):
 
 @pytest.mark.parametrize("value", [0, 2.5, "10", None], ids=repr)
 def test_numbers_of_classes(value):
-    assert_refused(
-        lambda **x: models.ViTMoEImageClassifier(tiny.backbone(), **x),
-        "num_classes",
-        value,
-    )
+    def make(**x):
+        models.ViTMoEImageClassifier(tiny.backbone(), **x)
+
+    assert_refused(make, "num_classes", value)
 
 
 def test_tasks_want_a_backbone():
@@ -266,7 +259,7 @@ def test_models_that_exceed_the_memory():
 
 
 def test_more_patches_than_attention_compares():
-    with pytest.raises(ValueError, match="at most 65,536 patches.*1024 x 1024 patches"):
+    with pytest.raises(ValueError, match="at most 65,536 patches.*not 1024 x 1024"):
         evaluation.cost({**BACKBONE, "image_shape": (4096, 4096, 3)})
 
 
@@ -284,13 +277,10 @@ def test_messages_quote_the_beginning_only():
         assert len(str(caught.value)) < 1000
 
 
-def test_plans_for_any_number_of_devices():
-    moe = {"moe_layers": (1,), "router": SOFT}
-    with pytest.raises(ValueError, match="`devices`.*at most 1,048,576"):
-        distribution.plan({**BACKBONE, **moe}, 10**9, 80e9)
-    # Only numbers that divide the experts are tried.
-    found = distribution.plan({**BACKBONE, **moe}, 2**20, 80e9)
-    assert [mesh.shape[1] for mesh in found.meshes] == [1, 2, 4]
+def test_received():
+    given = checks.received(size=(2, 3), name="x" * 1000, number=10**5000)
+    assert given.startswith("Received: size=(2, 3), name='xx") and len(given) < 300
+    assert given.endswith("xx', number=a int.")
 
 
 # === Names ===
@@ -298,32 +288,19 @@ def test_plans_for_any_number_of_devices():
 
 def test_misspelt_arguments_of_constructors():
     settings = ", ".join(architecture.Mixture.names())
+    classifier, limoe = tiny.backbone(), tiny_limoe.backbone()
     for make, wrong, near, accepted in (
-        (lambda **x: models.ViTMoEBackbone(**x), "num_layer", "num_layers", settings),
-        (lambda **x: models.TextMoEBackbone(**x), "hiden_dim", "hidden_dim", settings),
+        (models.ViTMoEBackbone, "num_layer", "num_layers", settings),
+        (models.TextMoEBackbone, "hiden_dim", "hidden_dim", settings),
+        (models.LIMoEBackbone, "group_image", "group_images", "embedding_dim"),
+        (models.TwoTowerBackbone, "freeze_images", "freeze_image", "logit_scale"),
         (
-            lambda **x: models.LIMoEBackbone(**x),
-            "group_image",
-            "group_images",
-            "embedding_dim",
+            functools.partial(models.ViTMoEImageClassifier, classifier, 3),
+            *("drop_out", "dropout", "head_dtype"),
         ),
         (
-            lambda **x: models.TwoTowerBackbone(**x),
-            "freeze_images",
-            "freeze_image",
-            "logit_scale",
-        ),
-        (
-            lambda **x: models.ViTMoEImageClassifier(tiny.backbone(), 3, **x),
-            "drop_out",
-            "dropout",
-            "head_dtype",
-        ),
-        (
-            lambda **x: models.LIMoEContrastive(tiny_limoe.backbone(), **x),
-            "preproccessor",
-            "preprocessor",
-            "compile",
+            functools.partial(models.LIMoEContrastive, limoe),
+            *("preproccessor", "preprocessor", "compile"),
         ),
     ):
         message = (

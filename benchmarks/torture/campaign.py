@@ -9,11 +9,11 @@ import traceback
 
 SECONDS, MEGABYTES = 10, 1024
 
-# What a message tells the user to do. (Some begin a sentence, some do not.)
+# The rule or the remedy of a message. (Some begin a sentence, some do not.)
 REMEDY = re.compile(
     r"\b(pass|choose|restore|fetch|remove|make|use|leave|set|load|save|give|see|resize|"
     r"build|raise|lower|call|copy|change|turn|take|compile|feed|pad|put|repeat|convert|"
-    r"mend|add|delete|name|train|route|draw|start|accepted|did you mean)\b",
+    r"mend|add|delete|name|train|route|draw|start|accepted|did you mean|must)\b",
     re.IGNORECASE,
 )
 

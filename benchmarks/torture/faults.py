@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks.torture import victims
 from keras_softmoe import catalogue, converters, models, presets
 from keras_softmoe.distribution import Backup
-from keras_softmoe.distribution.backup_file import open_backup
+from keras_softmoe.distribution.backup import open_backup
 from keras_softmoe.files import WriteError, atomic_file
 from tests.support import checkpoint_writer as writer
 from tests.support.processes import Program

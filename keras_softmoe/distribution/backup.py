@@ -1,42 +1,23 @@
 """Callback to resume training from any interruption."""
 
+import contextlib
 import os
+import random
 import shutil
 import tempfile
 import warnings
 from pathlib import Path
+from typing import NamedTuple
 
 import h5py
 import keras
+import ml_dtypes
+import numpy as np
 
-from keras_softmoe.checks import is_whole_number, quote
-from keras_softmoe.distribution.backup_file import (
-    generator_states,
-    open_backup,
-    optimizer_name,
-    read,
-    set_backend_states,
-    set_generator_states,
-    shape_and_dtype,
-    variables_of,
-    write,
-)
+from keras_softmoe.checks import is_whole_number, received
 from keras_softmoe.files import atomic_file
-from keras_softmoe.keras_adapter.runs import (
-    has_metrics,
-    make_metrics,
-    replace_next_step,
-    set_first_epoch,
-)
-from keras_softmoe.sharding.variables import (
-    assign_shards,
-    failed_processes,
-    is_sharded,
-    num_processes,
-    process_index,
-    room_for,
-    save_in_one_process,
-)
+from keras_softmoe.keras_adapter import runs
+from keras_softmoe.sharding import variables as sharded
 
 FILE = "training.h5"
 
@@ -49,24 +30,14 @@ class Backup(keras.callbacks.Callback):
 
     Start the same program again, with the same arguments of `fit`: it finds the backup,
     skips the completed batches of the data without computing, and resumes with the same
-    losses as without an interruption. Saved are all variables of the model (with the
-    states of dropout and of noise), of its optimizer and of its metrics; and, for a
-    single process, the global random generators of Python, NumPy and the backend:
-    PyTorch's determines dropout without a seed, and perhaps the order of the data.
+    losses as without an interruption. All variables of the model, its optimizer and its
+    metrics are saved, and for a single process the global random generators, but not
+    the state of other callbacks. Variables may be sharded, also over other devices when
+    training resumes. Several processes must share the directory.
 
-    `keras.callbacks.BackupAndRestore` saves no random states, restarts an interrupted
-    epoch, and fails if several processes share a model.
-
-    Variables may be sharded over devices and processes, and over others when training
-    resumes. Of several processes, the first one writes and all read, so they must share
-    the directory.
-
-    The data must have the same order when the program is restarted: shuffle with a
-    seed. Without `steps_per_epoch` Keras iterates over the data from the beginning in
-    each epoch, so the order must be the same in each, or depend on the epoch only:
-    `dataset.shuffle(..., seed=1, reshuffle_each_iteration=False)`. With
-    `steps_per_epoch` all epochs draw from one stream, `dataset.shuffle(..., seed=1)
-    .repeat()`: then pass `one_stream=True`.
+    The data must have the same order after a restart: shuffle with a seed, with
+    `reshuffle_each_iteration=False`, since each epoch begins the data again. If all
+    epochs draw from one endless stream, with `steps_per_epoch`, pass `one_stream=True`.
 
     Args:
         directory: str or path, for this backup only.
@@ -78,13 +49,8 @@ class Backup(keras.callbacks.Callback):
 
     Raises:
         ValueError: if `every` is not a positive integer, or `one_stream` is not
-            supported; when training starts, if the directory is not writable, the
-            backup cannot be read, belongs to another model or optimizer (then nothing
-            is changed) or has other frozen parts, or some processes cannot see it.
-
-    The state of other callbacks is not saved: one that waits for an improvement counts
-    from zero. They are also called for skipped batches, with the metrics of the backup.
-    If the metrics have changed they start from zero within the epoch, with a warning.
+            supported; when training starts, if the directory is not writable, or the
+            backup cannot be read or is of another model, optimizer or frozen part.
 
     Examples:
         >>> classifier.compile("sgd")
@@ -103,15 +69,13 @@ class Backup(keras.callbacks.Callback):
         if every is not None and not is_whole_number(every):
             raise ValueError(
                 "`every` must be a positive integer, the number of batches between "
-                "backups, or `None` for the end of each epoch. Received: "
-                f"every={quote(every)}. Pass one of these."
+                f"backups, or `None` for the end of each epoch. {received(every=every)}"
             )
         if one_stream and keras.backend.backend() == "torch":
             raise ValueError(
-                "On PyTorch a callback cannot draw batches from the data, so batches "
-                "of earlier epochs cannot be skipped in one stream. Received: "
-                f"one_stream={one_stream!r}. Leave `steps_per_epoch` out, so that each "
-                "epoch begins the data again, and with it `one_stream`."
+                "On PyTorch a callback cannot skip batches of earlier epochs in one "
+                f"stream. {received(one_stream=one_stream)} Leave `steps_per_epoch` "
+                "out, so that each epoch begins the data again."
             )
         # For a symbolic link the target is created if it does not exist.
         self.path = Path(os.path.realpath(directory), FILE)
@@ -121,7 +85,7 @@ class Backup(keras.callbacks.Callback):
         self._start()
 
     def _start(self, epoch=0, batches=0):
-        # Completed batches of this epoch, and those of them that are not saved
+        # Completed batches of this epoch, and how many of them are not saved
         self._epoch, self._batches, self._unsaved = epoch, batches, 0
         # Batches of earlier epochs to draw, and whether the first epoch of this `fit`
         # was interrupted
@@ -135,46 +99,50 @@ class Backup(keras.callbacks.Callback):
         model = self.model
         self._start()
         self._check_directory()
-        missing = failed_processes(self.path.is_file())
-        if len(missing) == num_processes():
+        missing = sharded.failed_processes(self.path.is_file())
+        if len(missing) == sharded.num_processes():
             return
         if missing:
             raise ValueError(
-                "Some processes see a backup and others do not. All have to share the "
-                f"directory. Received: directory='{self.path.parent}', not seen by "
-                f"processes {missing}."
+                f"All processes must share the directory. Received: '{self.path}', "
+                f"which processes {missing} do not see."
             )
         if model.optimizer is not None and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         with open_backup(self.path) as backup:
             self._start(*backup.done)
             self._restore(backup)
-            if num_processes() == 1:
+            if sharded.num_processes() == 1:
                 self._saved_generators = backup.generators
         if self.one_stream:
-            self._earlier = self._epoch * self._steps()
-        set_first_epoch(model, self._epoch)
+            if self.params["steps"] is None:
+                raise ValueError(
+                    "`one_stream` needs `steps_per_epoch`, the number of batches of an "
+                    "epoch. Received: one_stream=True, steps_per_epoch=None."
+                )
+            self._earlier = self._epoch * self.params["steps"]
+        runs.set_first_epoch(model, self._epoch)
         self._is_resumed = self._batches > 0
 
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch = epoch
-        set_first_epoch(self.model, None)
+        runs.set_first_epoch(self.model, None)
         if self._saved_generators is not None:
             # They determine the order of data in this epoch.
             set_generator_states(self._saved_generators[0])
         self._generators = generator_states()
         if not self._is_resumed:
             self._batches = 0
-        elif has_metrics(self.model):
+        elif runs.has_metrics(self.model):
             # Only now, because Keras resets metrics when an epoch begins.
             self._restore_metrics()
         self._is_resumed = False
 
     def on_train_batch_begin(self, batch, logs=None):
         if batch < self._batches:
-            replace_next_step(self.model, self._skip)
+            runs.replace_next_step(self.model, self._skip)
         elif self._earlier:
-            replace_next_step(self.model, self._skip_earlier)
+            runs.replace_next_step(self.model, self._skip_earlier)
 
     def on_train_batch_end(self, batch, logs=None):
         if batch < self._batches:
@@ -195,8 +163,8 @@ class Backup(keras.callbacks.Callback):
         self._save(epoch + 1, 0)
 
     def on_train_end(self, logs=None):
-        set_first_epoch(self.model, None)
-        if self.delete and process_index() == 0:
+        runs.set_first_epoch(self.model, None)
+        if self.delete and sharded.process_index() == 0:
             self.path.unlink(missing_ok=True)
 
     def _skip(self, model, iterator):
@@ -204,7 +172,7 @@ class Backup(keras.callbacks.Callback):
         self._skip_earlier(model, iterator)
         batch = _draw(iterator, model.steps_per_execution)
         if self._metrics is not None:
-            make_metrics(model, batch)
+            runs.make_metrics(model, batch)
             self._restore_metrics()
         return dict(self._logs)
 
@@ -213,19 +181,10 @@ class Backup(keras.callbacks.Callback):
         _draw(iterator, self._earlier)
         self._earlier = 0
 
-    def _steps(self):
-        if self.params["steps"] is None:
-            raise ValueError(
-                "The number of batches that an epoch draws from one stream is unknown. "
-                "Received: one_stream=True, steps_per_epoch=None. Pass "
-                "`steps_per_epoch` to `fit`, or leave `one_stream` out."
-            )
-        return self.params["steps"]
-
     def _check_directory(self):
         """Raise unless the directory is writable, and remove files of a killed run."""
         failure = None
-        if process_index() == 0:
+        if sharded.process_index() == 0:
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 for left in self.path.parent.glob(f"{_PREFIX}*"):
@@ -238,12 +197,10 @@ class Backup(keras.callbacks.Callback):
                     Path(directory, FILE).touch()
             except OSError as error:
                 failure = error
-        if failed_processes(failure is None):
+        if sharded.failed_processes(failure is None):
             raise ValueError(
-                "No backup can be written. Pass a directory that does not exist yet or "
-                "that this program may write to. Received: "
-                f"directory='{self.path.parent}'"
-                + (f" ({failure})." if failure else ", which process 0 cannot use.")
+                "No backup can be written: `directory` must be writable. Received: "
+                f"directory='{self.path.parent}' ({failure or 'fails in process 0'})."
             ) from failure
 
     def _save(self, epoch, batches):
@@ -254,76 +211,67 @@ class Backup(keras.callbacks.Callback):
 
         def save(path):
             with h5py.File(path, "w") as file:
-                write(file, (epoch, batches), model, generators)
+                _write(file, (epoch, batches), model, generators)
 
-        room = room_for(sum(variables_of(model).values(), start=[]))
-        save_in_one_process(save, lambda: atomic_file(self.path, room))
+        room = sharded.room_for(sum(_variables_of(model).values(), start=[]))
+        sharded.save_in_one_process(save, lambda: atomic_file(self.path, room))
 
     def _restore(self, backup):
         """Check a backup, and restore model and optimizer from it."""
         model = self.model
         if not model.built:
             raise ValueError(
-                f"A model must be built before the backup in '{self.path}' can be "
-                f"read into it. Received: the model {model.name!r} without variables. "
-                "Call it on a batch before `fit`."
+                f"A model must be built before the backup in '{self.path}' can be read "
+                f"into it. Received: the model {model.name!r} without variables."
             )
-        name = optimizer_name(model.optimizer)
+        name = _optimizer_name(model.optimizer)
         if backup.optimizer != name:
             raise ValueError(
-                f"The backup in '{self.path}' is of another optimizer. Compile with "
-                "that one, or remove the file to start from the beginning. Received: "
-                f"{name}, for {backup.optimizer}."
+                f"The backup in '{self.path}' is of another optimizer. Received: {name}"
+                f", for {backup.optimizer}. Compile with that one, or remove the file."
             )
-        variables = variables_of(model)
-        self._check("model", variables["model"], backup.datasets["model"])
-        self._check_frozen(variables["model"], backup.datasets["model"])
-        self._check("optimizer", variables["optimizer"], backup.datasets["optimizer"])
+        pairs = []
         for kind in ("model", "optimizer"):
-            for variable, dataset in zip(
-                variables[kind], backup.datasets[kind], strict=True
-            ):
-                if is_sharded(variable):
-                    assign_shards(variable, dataset)
-                else:
-                    variable.assign(read(dataset))
+            variables, datasets = _variables_of(model)[kind], backup.datasets[kind]
+            self._check(kind, variables, datasets)
+            pairs += zip(variables, datasets, strict=True)
+        for variable, dataset in pairs:
+            if sharded.is_sharded(variable):
+                sharded.assign_shards(variable, dataset)
+            else:
+                variable.assign(_read(dataset))
         # Between epochs metrics are reset.
         if self._batches:
             self._metrics = [
-                (shape_and_dtype(dataset), dataset.attrs["path"], read(dataset))
+                (_shape_and_dtype(dataset), dataset.attrs["path"], _read(dataset))
                 for dataset in backup.datasets["metrics"]
             ]
 
     def _check(self, kind, variables, datasets):
-        expected = [shape_and_dtype(variable) for variable in variables]
-        found = [shape_and_dtype(dataset) for dataset in datasets]
-        if found == expected:
-            return
-        pairs = zip(expected, found, strict=False)
-        first = next((f"{a}, for {b}" for a, b in pairs if a != b), "the same at first")
-        raise ValueError(
-            f"The backup in '{self.path}' is of another {kind}. Remove it to start "
-            f"from the beginning. Received: {len(expected)} variables, for "
-            f"{len(found)}, of which the first that differ are {first}."
-        )
-
-    def _check_frozen(self, variables, datasets):
-        # The state of the optimizer would belong to other variables.
+        expected = [_shape_and_dtype(variable) for variable in variables]
+        found = [_shape_and_dtype(dataset) for dataset in datasets]
+        if found != expected:
+            pairs = zip(expected, found, strict=False)
+            first = next((f"; {a}, for {b}" for a, b in pairs if a != b), "")
+            raise ValueError(
+                f"The backup in '{self.path}' is of another {kind}. Remove it to start "
+                f"from the beginning. Received: {len(expected)} variables, for "
+                f"{len(found)}{first}."
+            )
         for variable, dataset in zip(variables, datasets, strict=True):
-            # Older files do not have it.
-            was_trained = dataset.attrs.get("trainable", variable.trainable)
-            if was_trained != variable.trainable:
+            # The state of the optimizer would belong to other variables.
+            if kind == "model" and dataset.attrs["trainable"] != variable.trainable:
                 raise ValueError(
                     f"The backup in '{self.path}' is of a training in which other "
-                    "parts of the model were frozen. Freeze the same ones before "
-                    "`compile`, or remove it to start from the beginning. Received: "
-                    f"trainable={variable.trainable} for {variable.path!r}."
+                    "parts of the model were frozen. Freeze the same ones, or remove "
+                    f"it. Received: trainable={variable.trainable} for "
+                    f"{variable.path!r}."
                 )
 
     def _restore_metrics(self):
         model, metrics = self.model, self._metrics
         variables = model.metrics_variables
-        now = [(shape_and_dtype(variable), variable.path) for variable in variables]
+        now = [(_shape_and_dtype(variable), variable.path) for variable in variables]
         if now == [(spec, path) for spec, path, _ in metrics]:
             for variable, (_, _, value) in zip(variables, metrics, strict=True):
                 variable.assign(value)
@@ -347,3 +295,169 @@ def _draw(iterator, count):
         # With `steps_per_execution` the last batches of an epoch may be fewer.
         next(iterator, None)
     return first
+
+
+# === The file ===
+
+
+class BackupFile(NamedTuple):
+    """Content of the file of a backup.
+
+    Attributes:
+        done: pair of int, completed epochs, and completed batches of the next one.
+        optimizer: str, the classes of the optimizer and of those that it wraps.
+        datasets: dict from a kind of variables to a list of `h5py.Dataset`.
+        generators: pair of dicts, `generator_states` at the start of the epoch and now.
+    """
+
+    done: tuple
+    optimizer: str
+    datasets: dict
+    generators: tuple
+
+
+def _variables_of(model):
+    """Return the variables of a backup, a dict of lists by kind."""
+    optimizer = model.optimizer.variables if model.optimizer is not None else []
+    return {
+        "model": model.variables,
+        "optimizer": optimizer,
+        "metrics": model.metrics_variables,
+    }
+
+
+def _optimizer_name(optimizer):
+    name = type(optimizer).__name__
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return name if inner is None else f"{name} of {_optimizer_name(inner)}"
+
+
+def _shape_and_dtype(variable):
+    """Return shape and dtype of a `keras.Variable`, or of that in an `h5py.Dataset`."""
+    is_dataset = isinstance(variable, h5py.Dataset)
+    dtype = variable.attrs["dtype"] if is_dataset else variable.dtype
+    return tuple(variable.shape), keras.backend.standardize_dtype(dtype)
+
+
+def _write(file, done, model, generators):
+    """Write the content of `BackupFile` to an `h5py.File`."""
+    file.attrs["done"] = done
+    for when, states in zip(("epoch", "now"), generators, strict=True):
+        for name, state in states.items():
+            file[f"generators/{when}/{name}"] = state
+    file.attrs["optimizer"] = _optimizer_name(model.optimizer)
+    for kind, variables in _variables_of(model).items():
+        file.create_group(kind)
+        for index, variable in enumerate(variables):
+            dataset = f"{kind}/{index}"
+            file[dataset] = keras.ops.convert_to_numpy(variable)
+            file[dataset].attrs["dtype"] = keras.backend.standardize_dtype(
+                variable.dtype
+            )
+            file[dataset].attrs["path"] = variable.path
+            file[dataset].attrs["trainable"] = variable.trainable
+
+
+def _read(dataset):
+    """Return the value of a variable in a file, an array."""
+    value = np.asarray(dataset)
+    if dataset.attrs["dtype"] == "bfloat16":
+        value = value.view(ml_dtypes.bfloat16)
+    return value
+
+
+@contextlib.contextmanager
+def open_backup(path):
+    """Yield the `BackupFile` of a path; raise if it is damaged or not a backup."""
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(h5py.File(path))
+            epoch, batches = (int(n) for n in file.attrs["done"])
+            datasets = {
+                kind: [file[f"{kind}/{index}"] for index in range(len(file[kind]))]
+                for kind in ("model", "optimizer", "metrics")
+            }
+            for dataset in sum(datasets.values(), start=[]):
+                if not {"dtype", "path", "trainable"} <= set(dataset.attrs):
+                    raise KeyError(f"{dataset.name} has not all attributes")
+            generators = tuple(
+                {n: np.asarray(s) for n, s in file[f"generators/{when}"].items()}
+                for when in ("epoch", "now")
+            )
+            optimizer = str(file.attrs["optimizer"])
+            backup = BackupFile((epoch, batches), optimizer, datasets, generators)
+        except (OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"The backup in '{path}' cannot be read: it is damaged, or not a file "
+                "of this callback. Remove it to start from the beginning. Received: "
+                f"{error}"
+            ) from error
+        yield backup
+
+
+# === Random generators ===
+
+
+def generator_states():
+    """Return a dict of arrays, the states of the generators of Python, NumPy, backend.
+
+    (JAX has none. Layers with a seed keep their state in a variable of the model.)
+    """
+    version, words, gauss = random.getstate()
+    state = np.random.get_state(legacy=False)  # noqa: NPY002
+    found = {
+        "python": np.array([version, *words], "int64"),
+        "python_gauss": np.array([np.nan if gauss is None else gauss]),
+        "numpy": state["state"]["key"],
+        "numpy_position": np.array([state["state"]["pos"], state["has_gauss"]]),
+        "numpy_gauss": np.array([state["gauss"]]),
+    }
+    backend = keras.backend.backend()
+    if backend == "torch":
+        import torch
+
+        found["torch"] = torch.get_rng_state().numpy()
+        for index, cuda in enumerate(torch.cuda.get_rng_state_all()):
+            found[f"torch_cuda_{index}"] = cuda.numpy()
+    elif backend == "tensorflow":
+        import tensorflow as tf
+
+        found["tensorflow"] = tf.random.get_global_generator().state.numpy()
+    return found
+
+
+def set_generator_states(states):
+    """Restore the states of all generators from `generator_states`."""
+    version, *words = (int(word) for word in states["python"])
+    gauss = float(states["python_gauss"][0])
+    random.setstate((version, tuple(words), None if np.isnan(gauss) else gauss))
+    position, has_gauss = (int(n) for n in states["numpy_position"])
+    np.random.set_state(  # noqa: NPY002 (the one that users' code may draw from)
+        {
+            "bit_generator": "MT19937",
+            "state": {"key": states["numpy"], "pos": position},
+            "has_gauss": has_gauss,
+            "gauss": float(states["numpy_gauss"][0]),
+        }
+    )
+    set_backend_states(states)
+
+
+def set_backend_states(states):
+    """Restore the states of the generators that this backend has saved.
+
+    States of missing accelerators are ignored.
+    """
+    backend = keras.backend.backend()
+    if backend == "torch" and "torch" in states:
+        import torch
+
+        torch.set_rng_state(torch.from_numpy(states["torch"]))
+        for index in range(torch.cuda.device_count()):
+            if f"torch_cuda_{index}" in states:
+                cuda = torch.from_numpy(states[f"torch_cuda_{index}"])
+                torch.cuda.set_rng_state(cuda, index)
+    elif backend == "tensorflow" and "tensorflow" in states:
+        import tensorflow as tf
+
+        tf.random.get_global_generator().state.assign(states["tensorflow"])

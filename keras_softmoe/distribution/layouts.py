@@ -1,22 +1,20 @@
 """Layouts of variables and tensors, as rules from paths to axes of the mesh.
 
 The keys of a layout map are regular expressions that must match the whole path of a
-variable. A variable without a rule is silently replicated on every device. So the rules
-below are written for the paths of this library's layers (in the comments, with the
-shapes of a model of width D), and `audit` checks them.
+variable (examples are in the comments, with shapes of a model of width D). A variable
+without a rule is replicated on every device. `audit` checks the rules.
 
-The values are roles, which `Roles` maps to axes of a mesh:
-
-- `experts`: the axis that shards experts
-- `images`: the axes that shard the batch, and so groups of images
-- `replicas`: of these, the axes along which experts are replicated
-- `width`: the axis that shards dense kernels, if they are sharded
+The values are roles, which `Roles` maps to axes of a mesh: `experts` shards experts,
+`images` the batch, and so groups of images, `width` dense kernels. Experts are
+replicated along `replicas`.
 """
 
 import re
 from typing import NamedTuple
 
 import keras
+
+from keras_softmoe.checks import received
 
 EXPERTS, IMAGES, REPLICAS, WIDTH = "experts", "images", "replicas", "width"
 
@@ -25,7 +23,6 @@ BATCH_AXIS, EXPERT_AXIS = "batch", "expert"
 _BANK = r"(.*/)?[^/]*experts[^/]*/(intermediate|gate|output)_dense"
 _ROUTER = r"(.*/)?[^/]*router[^/]*"
 _EXPERTS = r"(.*/)?[^/]*experts[^/]*"
-
 _STACKED = rf"{_EXPERTS}/stacked_[^/]+"
 
 EXPERT_RULES = {
@@ -36,7 +33,7 @@ EXPERT_RULES = {
     # block_1/moe/experts/intermediate_dense/bias (E, 1, H)
     # block_1/moe/experts/output_dense/bias (E, 1, D)
     rf"{_BANK}/bias": (EXPERTS, None, None),
-    # After `quantize("int8")`, or "int4" with its kernel (E, D, H / 2) and n blocks:
+    # After `quantize`, with n blocks of "int4":
     # block_1/moe/experts/intermediate_dense/kernel_scale (E, 1 or n, H)
     rf"{_BANK}/kernel_scale": (EXPERTS, None, None),
     # block_1/moe/experts/intermediate_dense/kernel_zero (E, n, H)
@@ -45,7 +42,7 @@ EXPERT_RULES = {
     # block_1/moe/experts/intermediate_dense/lora_kernel_a (E, D, rank)
     # block_1/moe/experts/intermediate_dense/lora_kernel_b (E, rank, H)
     rf"{_BANK}/lora_kernel_[ab]": (EXPERTS, None, None),
-    # Experts of any layer. One axis, for weights of any rank: others are not sharded.
+    # Experts of any layer: weights of any rank, whose other axes are not sharded.
     # block_1/moe/experts/stacked_dense_kernel (E, D, H)
     _STACKED: (EXPERTS,),
     # block_1/moe/router/mu (D, E, C), of a soft router
@@ -81,18 +78,10 @@ DENSE_RULES = {
 
 
 class JointLayout(keras.distribution.TensorLayout):
-    """Layout in which several axes of the mesh may shard one axis of a tensor.
-
-    Args:
-        axes: tuple with a str, a tuple of str, or `None` for each axis of the tensor.
-        device_mesh: `keras.distribution.DeviceMesh`.
-
-    Raises:
-        ValueError: if the mesh has no axis of such a name.
-    """
+    """Layout whose `axes` may be tuples: several axes of the mesh shard one axis."""
 
     def __init__(self, axes, device_mesh=None):
-        names = [name for axis in axes for name in _names(axis)]
+        names = [n for a in axes for n in (a if isinstance(a, tuple) else (a,))]
         # Keras checks names, but not tuples of names.
         super().__init__(names, device_mesh)
         self._joint_axes = tuple(axes)
@@ -103,14 +92,7 @@ class JointLayout(keras.distribution.TensorLayout):
 
 
 class Roles(NamedTuple):
-    """The axes of a mesh for the roles of the rules.
-
-    Attributes:
-        experts: str.
-        images: str, or tuple of str.
-        replicas: str or `None`.
-        width: str.
-    """
+    """The axes of a mesh for the roles of the rules."""
 
     experts: str
     images: str | tuple
@@ -143,8 +125,7 @@ def layout_map(
         shard_dense: bool, whether the kernels of the dense part are sharded too, along
             the width of a token by the axis `"batch"`.
         layouts: optional dict from a regular expression for whole paths to a tuple of
-            axes of the mesh, in addition to the rules of this library. It replaces a
-            rule with the same key.
+            axes of the mesh: rules that are added, or replace those with the same key.
 
     Returns:
         `keras.distribution.LayoutMap`.
@@ -171,10 +152,7 @@ def layout_map(
 
 
 def is_known(path):
-    """Return whether a key of a layout map is a rule of this library.
-
-    Such a rule may match nothing, as models do not have all kinds of layers.
-    """
+    """Return whether a key is a rule of this library, which may match nothing."""
     return path in EXPERT_RULES or path in TENSOR_RULES or path in DENSE_RULES
 
 
@@ -190,27 +168,22 @@ def _checked(layouts):
     if not isinstance(layouts, dict):
         raise ValueError(
             "`layouts` must be a dict from a regular expression for whole paths to a "
-            f"tuple of axes of the mesh. Received: layouts={layouts!r}."
+            f"tuple of axes of the mesh. {received(layouts=layouts)}"
         )
     for path, axes in layouts.items():
         try:
             re.compile(path)
         except (re.error, TypeError) as error:
             raise ValueError(
-                "A rule of `layouts` is not a regular expression. Received: "
+                "The keys of `layouts` must be regular expressions. Received: "
                 f"{path!r}: {error}."
             ) from error
         if not isinstance(axes, tuple | list):
             raise ValueError(
-                "A rule of `layouts` names an axis of the mesh, several, or `None` for "
-                "each axis of the variable: `('batch', None, None)`. Received: "
-                f"{path!r}: {axes!r}."
+                "A rule of `layouts` must have an axis of the mesh, several, or `None` "
+                f"for each axis of the variable. Received: {path!r}: {axes!r}."
             )
     return layouts
-
-
-def _names(axis):
-    return axis if isinstance(axis, tuple) else (axis,)
 
 
 # === Rules of variables ===
@@ -234,14 +207,14 @@ class PlacementError(ValueError):
 
 
 def matching_keys(layout_map, path):
-    """Return the keys of a layout map that match a path; only the path if a key."""
-    # Not `path in layout_map`, which is true for every path.
+    """Return the keys of a layout map that match a path; the path alone if a key."""
+    # `path in layout_map` is true for every path.
     keys = list(layout_map)
     return [path] if path in keys else [key for key in keys if re.fullmatch(key, path)]
 
 
 def several_match(path, keys):
-    """Return the beginning of the error for several matching rules, a str."""
+    """Return the beginning of the error for several matching rules."""
     return f"Several rules match {path!r}: {', '.join(map(repr, keys))}."
 
 
@@ -250,11 +223,6 @@ def fitted(key, layout, variable):
 
     A rule of this library for other ranks matches a variable of another library. That
     of stacked weights has the axis of experts only, for weights of any rank.
-
-    Args:
-        key: str, the key of the rule.
-        layout: `keras.distribution.TensorLayout`, its value.
-        variable: `keras.Variable`.
     """
     missing = len(variable.shape) - len(layout.axes)
     if key == _STACKED and missing > 0:
@@ -265,13 +233,8 @@ def fitted(key, layout, variable):
 def reference_name(moment, shapes):
     """Return the name of the variable to which a moment of an optimizer belongs.
 
-    Args:
-        moment: `keras.Variable` of an optimizer.
-        shapes: dict from names of variables, as `name_in_optimizer` returns them, to
-            their shapes.
-
-    Returns:
-        One of the names, or `None`.
+    It is one of `shapes`, a dict from names by `name_in_optimizer` to shapes, or
+    `None`.
     """
     own, shape = moment.path.rpartition("/")[2], tuple(moment.shape)
     names = [n for n in shapes if own.startswith(f"{n}_") and shapes[n] == shape]
@@ -279,17 +242,14 @@ def reference_name(moment, shapes):
 
 
 def name_in_optimizer(variable):
-    """Return the prefix of the names of a variable's moments, a str."""
+    """Return the prefix of the names of a variable's moments."""
     return variable.path.replace("/", "_")
 
 
 def unmatched_rules(layout_map, used_keys, paths=()):
     """Return the error for rules of a user that match nothing, or `None`.
 
-    Args:
-        layout_map: `keras.distribution.LayoutMap`.
-        used_keys: set of str, the keys that have matched a path.
-        paths: paths of variables and tensors that exist.
+    Rules match `paths`, or are among `used_keys`, which have matched before.
     """
     unmatched = [
         key

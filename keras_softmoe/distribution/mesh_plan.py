@@ -4,18 +4,8 @@ import math
 import os
 from typing import Any, NamedTuple
 
-from keras_softmoe.checks import check_whole_numbers, is_number, quote
+from keras_softmoe.checks import check_numbers, check_whole_numbers, received
 from keras_softmoe.distribution.sizes import model_size, optimizer_copies
-
-# Two tensors are sent in the forward pass, and their gradients in the backward pass:
-# slots to the experts, outputs of the experts to the images.
-_ALL_TO_ALLS = 4
-
-# Embeddings of captions are gathered for the loss, and again for the metrics, each of
-# which also gathers from all devices the most similar image and its similarity.
-_GATHERS_OF_PAIRS = 2
-
-_FLOAT32 = 4
 
 # Columns of the table, and their attributes
 _COLUMNS = {
@@ -35,8 +25,7 @@ class Transfer(NamedTuple):
         what: str, the tensors: `"block_1/moe: slots"`, for example.
         operation: str, `"all-to-all"`, `"all-gather"` or `"all-reduce"`.
         times: int, number of times in a step.
-        bytes: int, size of its result on one device each time, as in the text of the
-            compiled program.
+        bytes: int, size of its result on one device each time.
         over: int, number of devices that take part in it.
     """
 
@@ -54,18 +43,18 @@ class Transfer(NamedTuple):
 
 
 class MeshPlan(NamedTuple):
-    """Memory and communication on a mesh. All bytes are those of one device.
+    """Memory and communication on a mesh, in bytes on one device.
 
     Attributes:
         shape: `(batch, experts)`, the `mesh_shape` of `expert_parallel`. The batch is
-            sharded over all devices; experts are sharded over the second axis and
-            replicated along the first. `(1, n)` denotes the papers' placement, one axis
-            for both (no `mesh_shape`), and `(n, 1)` `data_parallel`.
+            sharded over all devices, experts over the second axis. `(1, n)` denotes
+            the papers' placement, one axis for both (no `mesh_shape`), and `(n, 1)`
+            `data_parallel`.
         weights: int, bytes of the weights.
         moments: int, bytes of the optimizer's moments.
         gradients: int, bytes of the gradients.
-        activations: int, bytes that the backward pass needs of the forward pass.
-        transfers: tuple of `Transfer`, those of a training step.
+        activations: int, bytes kept from the forward to the backward pass.
+        transfers: tuple of `Transfer`, all of a training step.
         max_batch_size: int, the largest global batch that fits, 0 if none does.
     """
 
@@ -167,57 +156,23 @@ def plan(
 ) -> Plan:
     """Plan the training of a model on some devices: memory and communication.
 
-    Nothing is built: all numbers follow from the configuration. They are those of
-    `expert_parallel` (and of `data_parallel`, where all devices have all experts).
-
-    Counted are, on each device:
-
-    - weights, exactly: experts and the slot parameters of soft routers are divided by
-      the devices over which experts are sharded, all others are replicated;
-    - moments: whole copies of the weights, as many as the optimizer keeps, in the dtype
-      of the weights. Single numbers (the step) are left out;
-    - gradients: one copy of the weights. All of them are counted as if held at once.
-      (On PyTorch Keras' AdamW makes three more copies while it updates the weights,
-      which are not counted; `training.Adam` makes none);
-    - activations: tensors that the backward pass needs of the forward pass without
-      rematerialization, for the images of the device and the slots of its experts, as
-      measured for XLA on a CPU (in float32 the estimates were from 7 % less to 37 %
-      more; in bfloat16 on a GPU of NVIDIA steps took 57 and 80 % of the whole plan;
-      other devices were not measured). Numbers per token of width `D`, with `h` heads
-      over `S` tokens: `3 D` for each normalization (`5 D` for those of queries and
-      keys), `8 D + 3 h S` for attention, `3 H` for an MLP; per slot of an expert
-      `2 D + 3 H` (`2 D` with `remat_experts`, except for one layer at a time); and the
-      weights of routers;
-    - moved bytes, of a training step, in which each MoE layer sends its slots (`E C D`
-      numbers for each group of images in the dtype of computation, `C` being
-      `slots_per_expert` of a soft router and the capacity in training of a sparse one)
-      four times all-to-all: to the experts, back, and the same for the gradients. The
-      gradients of replicated weights are summed over their replicas, in the dtype of
-      the weights. Slot parameters are gathered before they are used, by one more sum. A
-      LIMoE sums the gradients of weights that both modalities use separately for each
-      of them. Its loss gathers the embeddings of all captions on each device (`B W`
-      numbers in float32, of width `W`) and sums their gradients; its accuracies gather
-      them again, and from each device, for each caption, the most similar image and its
-      similarity. Left out are scalars, such as losses and metrics, also those of each
-      pair, and the tokens of captions in a LIMoE with `shard_dense`, whose embeddings
-      are sharded along their width.
+    Nothing is built: all numbers follow from the configuration, for `expert_parallel`
+    on each possible mesh and for `data_parallel`. Weights and moments are exact. All
+    gradients are counted as if held at once. Activations without rematerialization are
+    an estimate (from 7 % less to 37 % more than XLA keeps on a CPU, in float32). Moved
+    bytes are the results of all collective operations of a step, without scalars.
 
     Args:
-        preset: the name or directory of a preset (its backbone is counted), a live
-            backbone or task, or a dict of arguments of a backbone, as in
-            `evaluation.cost`.
+        preset: name or directory of a preset (its backbone is counted), backbone, task,
+            or dict of arguments of a backbone, as in `evaluation.cost`.
         devices: int, number of devices.
         memory: float, bytes of memory of each device.
-        batch_size: int, images (for a LIMoE: pairs) of a step on all devices together.
-            Defaults to one group on each device, the smallest batch.
-        optimizer: str or `keras.optimizers.Optimizer`. It must keep whole copies of the
+        batch_size: int, images (or pairs) of a step on all devices together. Defaults
+            to one group on each device, the smallest batch.
+        optimizer: str or `keras.optimizers.Optimizer` that keeps whole copies of the
             weights, as Adam (two), SGD with momentum or Lion (one) do.
-        num_classes: int or `None`, classes of an additional head, see
-            `evaluation.cost`.
-        shard_dense: bool, whether dense kernels are sharded over the axis of the batch,
-            as with `expert_parallel(shard_dense=True)`. They are then gathered in every
-            step, and on two axes their gradients are summed whole along one axis and in
-            shards along the other.
+        num_classes: int or `None`, classes of an additional head.
+        shard_dense: bool, as in `expert_parallel`.
         **changes: arguments of the backbone to change and settings of its routers, as
             in `from_preset`, for example `dtype="mixed_bfloat16"`.
 
@@ -225,12 +180,10 @@ def plan(
         `Plan`.
 
     Raises:
-        ValueError: if the model cannot be counted (see `evaluation.cost`), if it routes
-            the whole batch as one group, if the batch is not a whole number of groups
-            on each device, or an argument is not among the accepted values.
+        ValueError: if the model cannot be counted, or the batch is not a whole number
+            of groups on each device.
 
-    Source: the placement: V-MoE, figure 1; Soft MoE, section 2.3 ("Distributed
-    model").
+    Source: the placement: V-MoE, figure 1; Soft MoE, section 2.3.
 
     Examples:
         >>> plan = ksm.distribution.plan("soft_moe_huge_patch14_256e_224", 64, 80e9)
@@ -238,11 +191,7 @@ def plan(
         >>> [mesh.shape for mesh in plan.fitting]
     """
     check_whole_numbers(1, devices=devices)
-    if not is_number(memory) or memory <= 0:
-        raise ValueError(
-            "`memory` must be a finite positive number, the bytes of each device. "
-            f"Received: memory={quote(memory)}. For 80 GB pass `memory=80e9`."
-        )
+    check_numbers(over=0, memory=memory)
     copies, name = optimizer_copies(optimizer)
     model = model_size(preset, num_classes, **changes)
     smallest = devices * model.group_images
@@ -251,36 +200,26 @@ def plan(
     check_whole_numbers(1, batch_size=batch_size)
     if batch_size % smallest:
         raise ValueError(
-            "Each device needs whole groups of images, equally many. `batch_size` must "
-            f"be a multiple of {smallest}: {devices} devices times "
-            f"{model.group_images} images of a group. Received: "
-            f"batch_size={batch_size}."
+            f"`batch_size` must be a multiple of {smallest}: {devices} devices times "
+            f"{model.group_images} images of a group. {received(batch_size=batch_size)}"
         )
     groups = batch_size // smallest
     # All devices have the whole of a dense model.
     counts = [moe.num_experts for moe in model.moe_layers] or [1]
     shared = math.gcd(devices, *counts)
-    shapes = [
-        (devices // experts, experts)
-        for experts in range(1, shared + 1)
-        if shared % experts == 0
-    ]
+    shapes = [(devices // n, n) for n in range(1, shared + 1) if shared % n == 0]
     if shard_dense:
-        width = model.hidden_dim
-        shapes = [shape for shape in shapes if width % _dense_shards(shape) == 0]
-    meshes = (
-        _mesh_plan(model, shape, copies, groups, memory, shard_dense)
-        for shape in shapes
-    )
+        shapes = [s for s in shapes if model.hidden_dim % _dense_shards(s) == 0]
+    arguments = copies, groups, memory, shard_dense
     return Plan(
-        model.name,
-        model.parameters,
-        model.expert_parameters,
-        devices,
-        memory,
-        batch_size,
-        name,
-        tuple(meshes),
+        name=model.name,
+        parameters=model.parameters,
+        expert_parameters=model.expert_parameters,
+        devices=devices,
+        memory=memory,
+        batch_size=batch_size,
+        optimizer=name,
+        meshes=tuple(_mesh_plan(model, shape, *arguments) for shape in shapes),
     )
 
 
@@ -297,7 +236,7 @@ def _mesh_plan(model, shape, copies, groups, memory, shard_dense):
     weights = model.weight_bytes - of_experts - of_dense
     weights += of_experts // experts + of_dense // _dense_shards(shape)
     kept = (2 + copies) * weights
-    # The images of a device have as many slots as its experts.
+    # A device has one share of the images, and its experts the same number of slots.
     fitting = max(0, int((memory - kept) // model.activation_bytes))
     return MeshPlan(
         shape,
@@ -316,57 +255,41 @@ def _transfers(model, shape, groups, shard_dense):
     repeated = model.weight_bytes
     for moe in model.moe_layers:
         repeated -= moe.expert_bytes
+        slots, mu = groups * moe.slot_bytes, moe.slot_parameter_bytes
         if experts > 1:
-            slots, mu = groups * moe.slot_bytes, moe.slot_parameter_bytes
-            yield Transfer(
-                f"{moe.path}: slots", "all-to-all", _ALL_TO_ALLS, slots, experts
-            )
-            if mu:
-                # Gathered by a sum, see `sharding.replicate`
-                yield Transfer(
-                    f"{moe.path}: slot parameters", "all-reduce", 1, mu, experts
-                )
+            # Slots to the experts, outputs to the images, and the gradients of both.
+            yield Transfer(f"{moe.path}: slots", "all-to-all", 4, slots, experts)
+        if experts > 1 and mu:
+            # Gathered by a sum, see `sharding.replicate`.
+            what = f"{moe.path}: slot parameters"
+            yield Transfer(what, "all-reduce", 1, mu, experts)
         if batch > 1:
-            gradient = moe.expert_bytes // experts
-            yield Transfer(
-                f"{moe.path}: gradients of experts", "all-reduce", 1, gradient, batch
-            )
-    cut, kernels = _dense_shards(shape), model.dense_kernel_bytes
-    if shard_dense and cut > 1:
-        yield Transfer("dense kernels", "all-gather", 1, kernels, cut)
+            what, size = f"{moe.path}: gradients of experts", moe.expert_bytes
+            yield Transfer(what, "all-reduce", 1, size // experts, batch)
+    shards, kernels = _dense_shards(shape), model.dense_kernel_bytes
+    if shard_dense and shards > 1:
+        yield Transfer("dense kernels", "all-gather", 1, kernels, shards)
     if shard_dense and batch > 1 and experts > 1:
         # XLA first sums over the axis that shards them, and then keeps a shard.
         repeated -= kernels
-        yield Transfer("gradients of dense kernels", "all-reduce", 1, kernels, batch)
-        yield Transfer(
-            "shards of gradients of dense kernels",
-            "all-reduce",
-            1,
-            kernels // batch,
-            experts,
-        )
+        what = "gradients of dense kernels"
+        yield Transfer(what, "all-reduce", 1, kernels, batch)
+        yield Transfer(f"shards of {what}", "all-reduce", 1, kernels // batch, experts)
     if devices > 1:
         yield Transfer("other gradients", "all-reduce", 1, repeated, devices)
-        yield from _of_pairs(model, devices, groups)
-
-
-def _of_pairs(model, devices, groups):
-    """Transfers of a contrastive loss."""
-    if not model.embedding_bytes:
-        return
-    pairs = devices * groups * model.group_images
-    embeddings, found = pairs * model.embedding_bytes, devices * pairs * _FLOAT32
-    for tensors, operation, times, size in (
-        # XLA sums over the devices first, then over the modalities.
-        ("gradients of the second modality", "all-reduce", 1, model.shared_bytes),
-        ("embeddings", "all-gather", _GATHERS_OF_PAIRS, embeddings),
-        ("gradients of embeddings", "all-reduce", 1, embeddings),
-        ("most similar images", "all-gather", _GATHERS_OF_PAIRS, found),
-    ):
-        yield Transfer(f"pairs: {tensors}", operation, times, size, devices)
-
-
-# === Words ===
+    if devices > 1 and model.embedding_bytes:
+        # A contrastive loss. Embeddings are gathered for the loss and again for the
+        # metrics, with the most similar image and its similarity in float32. XLA sums
+        # gradients over the devices first, then over the modalities.
+        pairs = devices * groups * model.group_images
+        embeddings, found = pairs * model.embedding_bytes, 4 * devices * pairs
+        for tensors, operation, times, size in (
+            ("gradients of the second modality", "all-reduce", 1, model.shared_bytes),
+            ("embeddings", "all-gather", 2, embeddings),
+            ("gradients of embeddings", "all-reduce", 1, embeddings),
+            ("most similar images", "all-gather", 2, found),
+        ):
+            yield Transfer(f"pairs: {tensors}", operation, times, size, devices)
 
 
 def _short(number):

@@ -4,29 +4,28 @@ from collections.abc import Sequence
 
 import keras
 
-from keras_softmoe.distribution.batches import EachBatch
+from keras_softmoe.checks import received
+from keras_softmoe.distribution import layouts as rules
 from keras_softmoe.distribution.layouts import (
     BATCH_AXIS,
     EXPERT_AXIS,
     ONE_AXIS,
     TWO_AXES,
-    JointLayout,
     PlacementError,
-    fitted,
     layout_map,
-    matching_keys,
-    name_in_optimizer,
-    reference_name,
-    several_match,
-    unmatched_rules,
 )
 from keras_softmoe.distribution.sharding_audit import (
     audit,
     check_equal_weights,
     check_layer,
 )
-from keras_softmoe.keras_adapter.distributions import backend_distributes
+from keras_softmoe.keras_adapter.distributions import (
+    backend_distributes,
+    lay_out_each_batch,
+    share_datasets,
+)
 from keras_softmoe.sharding.constraints import num_shards
+from keras_softmoe.sharding.variables import process_index
 
 _INSTEAD = {
     "tensorflow": (
@@ -51,71 +50,43 @@ def expert_parallel(
 
     By default one axis of the mesh shards both the batch and the experts, as in the
     papers: with `n` devices each has `1 / n` of the images and of every layer's
-    experts, and all other weights. In a mixture of experts the slots are sent to the
-    experts and back, by two all-to-alls forward and two backward; expert weights are
-    never sent. Optimizer moments are sharded like their variables.
+    experts, and all other weights. The slots are sent to the experts and back; expert
+    weights are never sent. Optimizer moments are sharded like their variables.
 
-    Models built under the distribution are checked: an expert variable or moment that
-    is replicated on every device, and a rule without a match, are errors, see `audit`.
-    In any model layers are checked when they are built, and rules with the first data.
-    The tasks of this library are checked as a whole when they are created, and all its
-    models, moments included, before each `fit`, `evaluate` or `predict`; for other
-    models call `audit(model)`. Use a model under the distribution it was built under:
-    elsewhere the experts' weights would be sent.
+    Build, compile and use a model under the distribution. Tasks of this library are
+    checked before each run; for other models call `audit`. With `n` devices a batch
+    needs at least `n * group_images` images, or all tokens are gathered.
 
-    Where several processes share a model, all of them call the same methods with the
-    same data in the same order (shuffle with a seed), and draw the same initial weights
-    (`keras.utils.set_random_seed`). `predict` returns all rows to each of them. Save
-    with `save_to_preset`: Keras' `save` supports one process only.
-
-    On JAX a process may have several devices. On PyTorch, from Keras 3.16 on, each has
-    one, after `keras.distribution.initialize`, and the mesh has one axis. Data are
-    whole batches in each process, of which it takes its rows: `tf.data` datasets, and
-    for the tasks of this library arrays, too. For a process with rows of its own, in
-    any form, set `auto_shard_dataset=False`.
-
-    Groups of several images must divide among the devices: with `n` devices a batch
-    needs at least `n * group_images` images, or all tokens are gathered, with a
-    warning. The last batch may have any size.
+    Several processes call the same methods with the same data in the same order, and
+    draw the same initial weights. On PyTorch, from Keras 3.16 on, each process has one
+    device, after `keras.distribution.initialize`, and the mesh has one axis.
 
     Args:
         mesh_shape: `None`, or `(batch, experts)`: a mesh in which the experts are
-            sharded over `experts` devices and replicated `batch` times, and the batch
-            is sharded over all `batch * experts` devices. For more devices than
-            experts, or slow connections between hosts: devices along the second axis
-            are neighbours.
+            sharded over `experts` devices, neighbours in `devices`, and replicated
+            `batch` times. The batch is sharded over all of them.
         devices: sequence of str, for example `["cpu:0", "cpu:1"]`. Defaults to
             `keras.distribution.list_devices()`.
         shard_dense: bool, whether the kernels of attention, dense MLPs and embeddings
-            are sharded as well, along the width of a token by the batch axis. They are
-            gathered where needed: for models with a large dense part.
-        layouts: optional dict from a regular expression, which must match the whole
-            path of a variable, to a tuple of axes of the mesh (`"batch"`, `"expert"`,
-            or `None`), one for each axis of the variable: additional rules, or the
-            replacement of a rule of this library with the same key.
-        auto_shard_dataset: bool, whether several processes share each batch of a
-            `tf.data.Dataset`. `False` if each has its own rows, equally many.
+            are sharded as well, along the width of a token by the batch axis.
+        layouts: optional dict of rules, see `layout_map`.
+        auto_shard_dataset: bool, whether several processes share each batch of their
+            data. `False` if each process has its own rows, the same number in each.
 
     Returns:
-        `keras.distribution.ModelParallel`. Use it with `keras.distribution.
-        set_distribution(...)` or `with ....scope():` while the model is built, trained
-        and used.
+        `keras.distribution.ModelParallel`, for `keras.distribution.set_distribution` or
+        `with ....scope():`. Under it building raises `PlacementError` for a number of
+        experts that the devices do not divide.
 
     Raises:
-        ValueError: if `mesh_shape` does not fit the devices, or a rule is given twice.
-            On PyTorch, if processes have not found each other, `devices` are not those
-            of all of them, or (before a run) their weights differ.
+        ValueError: if `mesh_shape`, `devices` or a rule are not possible. On PyTorch
+            also if processes have not found each other.
         NotImplementedError: if the installed Keras does not support it on this backend.
-
-    Under it, building raises `PlacementError` for a number of experts that the
-    devices do not divide, before any weight is created.
 
     Source: V-MoE, section 2 and appendix B ("expert parallelism"); Soft MoE, appendix
     on distributed training; GShard (Lepikhin et al. 2020), section 3.
 
     Examples:
-        >>> # On a machine without accelerators:
-        >>> # XLA_FLAGS=--xla_force_host_platform_device_count=8 KERAS_BACKEND=jax
         >>> distribution = ksm.distribution.expert_parallel()
         >>> with distribution.scope():
         ...     model = ksm.models.ViTMoEBackbone.from_preset(
@@ -129,7 +100,13 @@ def expert_parallel(
         mesh = keras.distribution.DeviceMesh((len(devices),), [BATCH_AXIS], devices)
     else:
         mesh_shape = _check_mesh_shape(mesh_shape, len(devices))
-        _check_two_axes()
+        backend = keras.backend.backend()
+        if backend != "jax":
+            raise NotImplementedError(
+                "A mesh of batch times experts, whose axes together shard the batch, "
+                "is supported on JAX only: leave `mesh_shape` out. Received: "
+                f"backend={backend!r}."
+            )
         mesh = keras.distribution.DeviceMesh(
             mesh_shape, [BATCH_AXIS, EXPERT_AXIS], devices
         )
@@ -143,9 +120,9 @@ def data_parallel(
 ) -> keras.distribution.DataParallel:
     """Train replicas of a model, one on each device, with a share of each batch.
 
-    As `keras.distribution.DataParallel`, but the last batch may have any size and
-    several processes share each batch evenly. Routing is local to each device: no
-    tokens are exchanged, provided that the devices divide the number of groups.
+    Unlike in `keras.distribution.DataParallel` the last batch may have any size, and
+    several processes share each batch evenly. No tokens are exchanged, provided that
+    the devices divide the number of groups.
 
     Args:
         devices: sequence of str. Defaults to `keras.distribution.list_devices()`.
@@ -167,6 +144,112 @@ def data_parallel(
     devices = _check_devices(devices)
     mesh = keras.distribution.DeviceMesh((len(devices),), [BATCH_AXIS], devices)
     return ReplicaParallel(mesh, auto_shard_dataset=auto_shard_dataset)
+
+
+# === Batches of any size ===
+
+
+class EachBatch:
+    """Mixin of distributions that choose the layout of each batch by its size.
+
+    A batch is sharded over the devices if they divide its rows. Any other batch,
+    usually the last, is replicated: every device computes all of it, which is slower
+    but gives the same result, and nothing is dropped or padded.
+
+    Several processes share the batches of a `tf.data.Dataset`: each uses its rows of
+    every batch. With `auto_shard_dataset=False` each process has its own rows, the same
+    number in each step.
+    """
+
+    # The axes of the mesh that shard a batch.
+    batch_axes: str | tuple
+
+    # The number of rows of the next batch, if every process feeds all of them.
+    _replicated_rows = None
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        lay_out_each_batch(_layout_of_batch)
+        share_datasets(_share_of_process)
+
+    @property
+    def num_devices(self):
+        """Int, number of devices over which a batch is sharded."""
+        return int(self.device_mesh.devices.size)
+
+    @property
+    def process_id(self):
+        """Int, the index of this process."""
+        return process_index()
+
+    def get_data_layout(self, data_shape):
+        """Return the `TensorLayout` of data by the shape of this process' array."""
+        others = [None] * (len(data_shape) - 1)
+        replicated = self._layout([None] * len(data_shape), self.device_mesh)
+        if not data_shape or data_shape[0] == self._replicated_rows:
+            return replicated
+        if data_shape[0] % (self.num_devices // self.num_processes) == 0:
+            return self._layout([self.batch_axes, *others], self.device_mesh)
+        if self.num_processes == 1:
+            return replicated
+        # Each device of a process gets all rows of the process.
+        devices = self.device_mesh.devices.reshape(self.num_processes, -1)
+        mesh = keras.distribution.DeviceMesh(
+            devices.shape, ["process", "device"], devices
+        )
+        return self._layout(["process", *others], mesh)
+
+    def distribute_dataset(self, dataset):
+        """Return an iterable of this process' rows of all batches.
+
+        `dataset` is a `tf.data.Dataset` of whole batches, the same in all processes.
+        """
+        if self.num_processes == 1 or not self.auto_shard_dataset:
+            return dataset
+        return SharedDataset(dataset, self)
+
+
+class SharedDataset:
+    """Dataset of one process' rows of each batch of a dataset of whole batches."""
+
+    def __init__(self, dataset, distribution):
+        self._dataset = dataset
+        self._distribution = distribution
+
+    def __iter__(self):
+        count, index = self._distribution.num_processes, self._distribution.process_id
+        for batch in self._dataset:
+            rows = int(keras.tree.flatten(batch)[0].shape[0])
+            share = rows // count
+            if share * count == rows:
+                self._distribution._replicated_rows = None
+                start = index * share
+                yield keras.tree.map_structure(
+                    lambda x, start=start, share=share: x[start : start + share], batch
+                )
+            else:
+                # Keras chooses the layout of a batch right after drawing it.
+                self._distribution._replicated_rows = rows
+                yield batch
+        self._distribution._replicated_rows = None
+
+    def __getattr__(self, name):
+        # Cardinality and element specification of the whole dataset.
+        return getattr(self._dataset, name)
+
+
+def _layout_of_batch(shape):
+    distribution = keras.distribution.distribution()
+    is_ours = isinstance(distribution, EachBatch)
+    return distribution.get_data_layout(shape) if is_ours else None
+
+
+def _share_of_process(dataset, distribution):
+    is_ours = isinstance(distribution, EachBatch)
+    return distribution.distribute_dataset(dataset) if is_ours else None
+
+
+# === Distributions ===
 
 
 class ExpertParallel(EachBatch, keras.distribution.ModelParallel):
@@ -193,12 +276,11 @@ class ExpertParallel(EachBatch, keras.distribution.ModelParallel):
         return self.num_devices
 
     def get_data_layout(self, data_shape):
-        # With the first data, models are built. A model that is built by its first
-        # batch calls this again.
+        # With the first data, models are built. (A model that is built by its first
+        # batch calls this again.) Rules for the outputs of layers are used later.
         if self.used_keys:
-            # Rules for the output of a layer are used later, when it is called
             outputs = {key for key in self.layout_map if key.endswith("/output")}
-            problem = unmatched_rules(self.layout_map, self.used_keys | outputs)
+            problem = rules.unmatched_rules(self.layout_map, self.used_keys | outputs)
             if problem:
                 raise PlacementError(problem)
         return super().get_data_layout(data_shape)
@@ -206,21 +288,20 @@ class ExpertParallel(EachBatch, keras.distribution.ModelParallel):
     def get_variable_layout(self, variable):
         """Return the `TensorLayout` of a variable, by its path.
 
-        Raises:
-            PlacementError: if several rules match the path, or the devices do not
-                divide an axis that a rule shards.
+        Raise `PlacementError` if several rules match the path, or the devices do not
+        divide an axis that a rule shards.
         """
         key = self._key(variable.path)
         if key is not None:
-            layout = fitted(key, self.layout_map[key], variable)
+            layout = rules.fitted(key, self.layout_map[key], variable)
             if layout is None:
                 return self._layout([None] * len(variable.shape), self.device_mesh)
             _check_divided(variable, layout)
-            name = name_in_optimizer(variable)
+            name = rules.name_in_optimizer(variable)
             self._shapes[name], self._layouts[name] = tuple(variable.shape), layout
             return layout
         # Some optimizers do not pass the variable of a moment to Keras.
-        reference = self._layouts.get(reference_name(variable, self._shapes))
+        reference = self._layouts.get(rules.reference_name(variable, self._shapes))
         return reference or super().get_variable_layout(variable)
 
     def get_tensor_layout(self, path):
@@ -235,14 +316,11 @@ class ExpertParallel(EachBatch, keras.distribution.ModelParallel):
             split = [n for n in split if self.num_devices % n == 0]
             instead = "start fewer processes"
             if keras.backend.backend() == "jax":
-                instead = (
-                    "take a mesh that shards them over fewer devices and replicates "
-                    "them: `expert_parallel(mesh_shape="
-                    f"({self.num_devices // split[-1]}, {split[-1]}))`"
-                )
+                mesh_shape = self.num_devices // split[-1], split[-1]
+                instead = f"replicate them: `expert_parallel({mesh_shape=})`"
             raise PlacementError(
                 f"{num_experts} experts do not divide among {shards} devices. Received:"
-                f" num_experts={num_experts}, mesh={self.device_mesh}. Take a multiple "
+                f" num_experts={num_experts}, mesh={self.device_mesh}. Use a multiple "
                 f"of {shards} experts, or {instead}."
             )
 
@@ -259,17 +337,16 @@ class ExpertParallel(EachBatch, keras.distribution.ModelParallel):
 
     def _key(self, path):
         """Return the key of the rule that matches a path, `None` without one."""
-        keys = matching_keys(self.layout_map, path)
+        keys = rules.matching_keys(self.layout_map, path)
         if len(keys) > 1:
             raise PlacementError(
-                f"{several_match(path, keys)} Remove all but one of them, or give "
-                "yours the key of the rule that it is meant to replace."
+                f"{rules.several_match(path, keys)} To replace a rule, use its key."
             )
         self.used_keys.update(keys)
         return keys[0] if keys else None
 
     def _layout(self, axes, mesh):
-        return JointLayout(axes, mesh)
+        return rules.JointLayout(axes, mesh)
 
 
 class ReplicaParallel(EachBatch, keras.distribution.DataParallel):
@@ -300,10 +377,10 @@ def _check_divided(variable, layout):
         shards = num_shards(mesh, axis)
         if size % shards:
             raise PlacementError(
-                f"{shards} devices do not divide an axis of {variable.path!r} that is "
+                f"{shards} devices must divide the axis of {variable.path!r} that is "
                 f"sharded over them. Received: shape={tuple(variable.shape)}, "
-                f"axes={layout.axes}, mesh={mesh}. Change the size or the mesh, or "
-                "leave `shard_dense` out if the variable is of the dense part."
+                f"axes={layout.axes}, mesh={mesh}. `shard_dense=False` shards experts "
+                "only."
             )
 
 
@@ -311,17 +388,19 @@ def _check_divided(variable, layout):
 
 
 def _check_backend(feature, also_torch=False):
-    """Raise unless Keras distributes models on the backend in use.
-
-    Args:
-        feature: str, the beginning of the message, which offers an alternative.
-        also_torch: bool, whether PyTorch has the feature, from Keras 3.16 on.
-    """
+    """Raise unless Keras has a feature on the backend in use."""
     backend = keras.backend.backend()
     if backend == "jax":
         return
     if backend == "torch" and also_torch and backend_distributes():
-        _check_process_group()
+        import torch.distributed as dist
+
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ValueError(
+                "On PyTorch each device has a process, and they must find each other "
+                "first: start the program with `torchrun` and call "
+                "`keras.distribution.initialize()`. Received: no process group."
+            )
         return
     needed = "the JAX backend"
     if backend == "torch" and also_torch:
@@ -337,70 +416,33 @@ def _check_backend(feature, also_torch=False):
     )
 
 
-def _check_process_group():
-    """Raise unless the processes of PyTorch have found each other."""
-    import torch.distributed
-
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        raise ValueError(
-            "On PyTorch each device has a process of its own, and they have to find "
-            "each other first. Received: no process group. Call `keras.distribution."
-            'initialize("10.0.0.1:1234", num_processes=2, process_id=0)` in the first '
-            "of two processes, with the address of the first, and with `process_id=1` "
-            "in the second; or start the program with `torchrun` and call it without "
-            "arguments."
-        )
-
-
-def _check_two_axes():
-    """Raise unless the backend can shard an axis of a tensor by two axes of a mesh."""
-    backend = keras.backend.backend()
-    if backend != "jax":
-        raise NotImplementedError(
-            "A mesh of batch times experts, whose axes together shard the batch, is "
-            "supported on JAX only. Shard the experts over all devices instead: leave "
-            f"`mesh_shape` out. Received: backend={backend!r}."
-        )
-
-
 def _check_devices(devices):
-    """Return the devices to use, a list of str. Defaults to all.
-
-    Raises:
-        ValueError: if the list is empty, has a device twice, or is not that of all
-            processes on PyTorch.
-    """
+    """Return the devices to use, a list of str. Defaults to all."""
     if devices is None:
         return keras.distribution.list_devices()
     devices = [devices] if isinstance(devices, str) else list(devices)
     if not devices or len(set(devices)) < len(devices):
         raise ValueError(
-            "`devices` must be names of different devices, at least one. See "
-            f"`keras.distribution.list_devices()`. Received: devices={devices}."
+            "`devices` must be different ones of `keras.distribution.list_devices()`, "
+            f"at least one. {received(devices=devices)}"
         )
     known = keras.distribution.list_devices()
     if keras.backend.backend() == "torch" and sorted(devices) != sorted(known):
         raise ValueError(
-            "On PyTorch all processes share the experts, each with its device. "
-            f"Accepted: {known}. Received: devices={devices}. Leave `devices` out, and "
-            "start as many processes as there shall be devices."
+            "On PyTorch `devices` must name the devices of all processes. Accepted: "
+            f"{known}. {received(devices=devices)}"
         )
     return devices
 
 
 def _check_mesh_shape(mesh_shape, num_devices):
-    """Return the sizes (batch, experts) of a mesh of two axes.
-
-    Raises:
-        ValueError: if they are not two positive integers with that product.
-    """
+    """Return the sizes (batch, experts) of a mesh of two axes."""
     try:
         batch, experts = mesh_shape
     except (TypeError, ValueError):
         batch = experts = 0
-    if not all(type(n) is int for n in (batch, experts)):
-        batch = experts = 0
-    if batch < 1 or experts < 1 or batch * experts != num_devices:
+    is_pair = type(batch) is type(experts) is int and batch > 0
+    if not is_pair or batch * experts != num_devices:
         counts = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
         shapes = ", ".join(f"({num_devices // n}, {n})" for n in counts)
         raise ValueError(

@@ -5,15 +5,9 @@ from typing import NamedTuple
 import keras
 import numpy as np
 
-from keras_softmoe.distribution.layouts import (
-    PlacementError,
-    fitted,
-    matching_keys,
-    name_in_optimizer,
-    reference_name,
-    several_match,
-    unmatched_rules,
-)
+from keras_softmoe.checks import received
+from keras_softmoe.distribution import layouts
+from keras_softmoe.distribution.layouts import PlacementError
 from keras_softmoe.keras_adapter.distributions import layout_map_of
 from keras_softmoe.keras_adapter.layers import flatten_layers, is_initialized
 from keras_softmoe.layers import Experts
@@ -21,9 +15,6 @@ from keras_softmoe.layers.template_experts import TemplateExperts
 from keras_softmoe.routers import SoftRouter
 from keras_softmoe.sharding.constraints import num_shards
 from keras_softmoe.sharding.variables import answers_of_all, is_sharded
-
-# Tensors whose layout `Experts` looks up when it is called
-_SLOTS = ("slots_of_groups", "slots_of_experts")
 
 
 class Placed(NamedTuple):
@@ -36,8 +27,7 @@ class Placed(NamedTuple):
         axes: tuple with, for each axis, the axis of the mesh that shards it by the
             rules, a tuple of several, or `None`.
         shard_shape: tuple of int, the shape of the shard on one device.
-        is_expert: bool, whether the variable belongs to experts, which should be
-            sharded.
+        is_expert: bool, whether the variable belongs to experts.
     """
 
     path: str
@@ -87,18 +77,11 @@ class Audit(NamedTuple):
     def __str__(self):
         lines = [("variable", "shape", "layout", "bytes per device", "total")]
         for row in self.rows:
-            lines.append(
-                (
-                    row.path,
-                    " x ".join(map(str, row.shape)) or "-",
-                    _describe(row.axes),
-                    f"{row.bytes_per_device:,}",
-                    f"{row.total_bytes:,}",
-                )
-            )
-        lines.append(
-            ("sum", "", "", f"{self.bytes_per_device:,}", f"{self.total_bytes:,}")
-        )
+            shape = " x ".join(map(str, row.shape)) or "-"
+            sizes = f"{row.bytes_per_device:,}", f"{row.total_bytes:,}"
+            lines.append((row.path, shape, _describe(row.axes), *sizes))
+        sums = f"{self.bytes_per_device:,}", f"{self.total_bytes:,}"
+        lines.append(("sum", "", "", *sums))
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         text = [
             f"{path:{widths[0]}}  {shape:{widths[1]}}  {layout:{widths[2]}}"
@@ -119,29 +102,25 @@ def audit(
     """Check the sharding of a model's variables, and raise for violated rules.
 
     The table lists the bytes on each device. All variables may be replicated on every
-    device except those of experts: their kernels and biases, the slot parameters of
-    soft routers, and the moments of these in an optimizer. (Adafactor's means of rows
-    and columns have other shapes than their variable and are not checked:
-    `training.Adafactor` shards those of experts, `keras.optimizers.Adafactor` does not.
-    They are no larger than an expert's width or hidden width.)
+    device except the experts': their kernels and biases, the slot parameters of
+    soft routers, and the moments of these in an optimizer. (The small means of rows and
+    columns in Adafactor have other shapes and are not checked.)
 
     Args:
         model: `keras.Model` or layer that is built. The optimizer's variables are
-            checked if they exist: call `model.optimizer.build(
-            model.trainable_variables)`, or train a step.
+            checked if they exist: after `model.optimizer.build(
+            model.trainable_variables)`, or a step.
         distribution: the `keras.distribution.ModelParallel` or `DataParallel` with the
             rules. Defaults to the active one.
 
     Returns:
-        `Audit`. It has no problems under a `DataParallel`, which replicates everything
-        by design.
+        `Audit`. It has no problems under a `DataParallel`.
 
     Raises:
         PlacementError: with a list of every expert variable or moment that is
-            replicated, every variable that is not sharded by its rule, every number of
-            experts that the devices do not divide, every rule that matches nothing
-            (neither here nor in another model under the same distribution), every path
-            that several rules match, and every layer without a rule for its slots.
+            replicated, variable that is not sharded by its rule, rule that matches
+            nothing, path that several rules match, and layer without a rule for its
+            slots.
         ValueError: if no distribution is given and none is active, or the model is not
             built.
 
@@ -154,23 +133,25 @@ def audit(
     """
     if not isinstance(model, keras.Layer) or not model.built:
         raise ValueError(
-            "`audit` needs a model or layer that is built: build it, or call it on "
-            f"some data. Received: model={model!r}."
+            f"`model` must be a model or layer that is built. {received(model=model)}"
         )
     if distribution is None:
         distribution = keras.distribution.distribution()
     if distribution is None:
         raise ValueError(
-            "There is no distribution to compare with. Call `audit` under the one that "
-            "the model was built under (`with distribution.scope():`), or pass it: "
-            "`audit(model, distribution)`. Received: distribution=None."
+            "`distribution` must be given, or active (`with distribution.scope():`). "
+            "Received: distribution=None."
         )
     found = _Findings(distribution)
     for layer in flatten_layers(model):
         found.add_layer(layer)
     moments = getattr(getattr(model, "optimizer", None), "variables", ())
     found.add_variables(model.variables, moments)
-    found.add_rules()
+    if found.layout_map is not None:
+        # Several models may share a distribution, with rules for one of them.
+        used = getattr(distribution, "used_keys", ())
+        problem = layouts.unmatched_rules(found.layout_map, used, found.paths)
+        found.problems += [problem] if problem else []
     return found.audit()
 
 
@@ -188,14 +169,12 @@ def check_equal_weights(model):
     sums = [keras.ops.sum(keras.ops.cast(w, "float32")) for w in weights]
     first, *others = answers_of_all([keras.ops.convert_to_numpy(x) for x in sums])
     # Two processes may round the same sum of gradients differently.
-    known = {"rtol": 1e-3, "atol": 1e-3, "equal_nan": True}
-    same = [len(x) == len(first) and np.allclose(x, first, **known) for x in others]
-    if not all(same):
+    near = {"rtol": 1e-3, "atol": 1e-3, "equal_nan": True}
+    if not all(len(x) == len(first) and np.allclose(x, first, **near) for x in others):
         raise PlacementError(
-            f"The processes have different weights of the model {model.name!r}, as "
-            "each has drawn its own. Received: sums of weights that differ. Call "
-            "`keras.utils.set_random_seed(0)` in each process before it builds the "
-            "model, or load the same preset."
+            f"All processes must have the same weights of the model {model.name!r}. "
+            "Received: sums of weights that differ. Call `keras.utils.set_random_seed` "
+            "in each process before it builds the model, or load the same preset."
         )
 
 
@@ -221,24 +200,23 @@ class _Findings:
             for variable in layer.weights:
                 if len(variable.shape) > 1:
                     self.expert_axes[id(variable)] = 0
-            for name in _SLOTS:
-                self._check_slots(f"{layer.path}/{name}")
-
-    def _check_slots(self, path):
-        self.paths.add(path)
-        if self.layout_map is not None and not self._keys(path):
-            self.problems.append(
-                f"No rule lays out {path!r}: every slot would be gathered on every "
-                "device. Take `ksm.distribution.layout_map` as it is."
-            )
+            # Tensors whose layout `Experts` looks up when it is called
+            for name in ("slots_of_groups", "slots_of_experts"):
+                path = f"{layer.path}/{name}"
+                self.paths.add(path)
+                if self.layout_map is not None and not self._keys(path):
+                    self.problems.append(
+                        f"No rule lays out {path!r}: every slot would be gathered on "
+                        "every device. Use `ksm.distribution.layout_map`."
+                    )
 
     def add_variables(self, variables, moments=()):
-        references = {name_in_optimizer(v): v for v in variables}
+        references = {layouts.name_in_optimizer(v): v for v in variables}
         shapes = {name: tuple(v.shape) for name, v in references.items()}
         for variable in variables:
             self._add(variable, variable)
         for moment in moments:
-            self._add(moment, references.get(reference_name(moment, shapes)))
+            self._add(moment, references.get(layouts.reference_name(moment, shapes)))
 
     def _add(self, variable, reference):
         self.paths.add(variable.path)
@@ -246,7 +224,7 @@ class _Findings:
         if reference is not None and self.layout_map is not None:
             keys = self._keys(reference.path)
             if len(keys) == 1:
-                layout = fitted(keys[0], self.layout_map[keys[0]], reference)
+                layout = layouts.fitted(keys[0], self.layout_map[keys[0]], reference)
         shape = tuple(variable.shape)
         axes = (None,) * len(shape) if layout is None else tuple(layout.axes)
         shard = _shard_shape(variable, layout)
@@ -256,52 +234,42 @@ class _Findings:
         self.rows.append(Placed(variable.path, shape, dtype, axes, shard, is_expert))
         if self.layout_map is None:
             return
-        received = f"{variable.path!r} {shape}"
-        if is_expert and self._is_replicated(shape[expert_axis], shard[expert_axis]):
-            why = "no rule matches its path."
-            if layout is not None:
+        name = f"{variable.path!r} {shape}"
+        shards = getattr(
+            self.distribution,
+            "num_expert_shards",
+            self.distribution.device_mesh.devices.size,
+        )
+        if is_expert and shards > 1 and shape[expert_axis] == shard[expert_axis]:
+            if layout is None:
+                why = "no rule matches its path."
+            elif axes[expert_axis] is None:
                 why = f"its rule, {axes}, does not shard that axis."
-                if axes[expert_axis] is not None:
-                    why = f"it was not made under its rule, {axes}."
+            else:
+                why = f"it was not made under its rule, {axes}."
             self.problems.append(
-                f"{received} belongs to experts and is replicated on every device: "
-                f"{why}"
+                f"{name} belongs to experts and is replicated on every device: {why}"
             )
         elif layout is not None and len(axes) != len(shape):
-            self.problems.append(f"{received} has a rule for {len(axes)} axes: {axes}.")
+            self.problems.append(f"{name} has a rule for {len(axes)} axes: {axes}.")
         elif layout is not None:
             shards = _num_shards_of_axes(layout)
             if any(size % n for size, n in zip(shape, shards, strict=True)):
                 self.problems.append(
-                    f"{received} cannot be sharded into equal parts, {shards} by its "
+                    f"{name} cannot be sharded into equal parts, {shards} by its "
                     f"rule {axes}."
                 )
             elif shard != tuple(s // n for s, n in zip(shape, shards, strict=True)):
                 self.problems.append(
-                    f"{received} has shards of {shard}, unlike its rule {axes}. "
+                    f"{name} has shards of {shard}, unlike its rule {axes}. "
                     "Build the model, and compile it, under the distribution."
                 )
 
-    def _is_replicated(self, size, size_of_shard):
-        shards = getattr(self.distribution, "num_expert_shards", None)
-        if shards is None:
-            shards = self.distribution.device_mesh.devices.size
-        return size_of_shard == size and shards > 1
-
     def _keys(self, path):
-        keys = matching_keys(self.layout_map, path)
+        keys = layouts.matching_keys(self.layout_map, path)
         if len(keys) > 1:
-            self.problems.append(several_match(path, keys))
+            self.problems.append(layouts.several_match(path, keys))
         return keys
-
-    def add_rules(self):
-        if self.layout_map is None:
-            return
-        # Several models may share a distribution, with rules for one of them.
-        used = getattr(self.distribution, "used_keys", ())
-        problem = unmatched_rules(self.layout_map, used, self.paths)
-        if problem:
-            self.problems.append(problem)
 
     def audit(self):
         """Return the `Audit`, or raise if it has problems."""
@@ -310,8 +278,8 @@ class _Findings:
             error = PlacementError(
                 "Variables are not placed on the devices by their rules:\n"
                 + "\n".join(f"- {problem}" for problem in result.problems)
-                + "\nRules have to match whole paths. Compare with "
-                "`[v.path for v in model.variables]` and `ksm.distribution.layout_map`."
+                + "\nRules must match whole paths, see `[v.path for v in "
+                "model.variables]` and `ksm.distribution.layout_map`."
             )
             error.audit = result
             raise error

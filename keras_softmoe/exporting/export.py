@@ -13,7 +13,7 @@ from typing import NamedTuple
 import keras
 
 from keras_softmoe.architecture import moe_layers_of
-from keras_softmoe.checks import check_choice
+from keras_softmoe.checks import check_choice, received
 from keras_softmoe.exporting.write import image_converter, write
 from keras_softmoe.keras_adapter.layers import flatten_layers
 from keras_softmoe.routers import Router
@@ -59,14 +59,10 @@ def export_model(
 ) -> None:
     """Export a model to a file that runs without Keras and without this library.
 
-    The file computes predictions: the routers with their current settings, without
-    noise and without dropout. Each format is written by one backend: SavedModel, ONNX,
-    LiteRT and OpenVINO by TensorFlow, `.pt2` by PyTorch. On another backend the model
-    is exported in a subprocess with that one, so that the file is the same. That takes
-    some seconds more.
-
-    It is the method `export` of this library's models, and also accepts any other Keras
-    model with `SoftMoE` or `MoE` layers.
+    The file computes predictions, with the current settings of routers, without noise
+    and dropout. SavedModel, ONNX, LiteRT and OpenVINO are written by TensorFlow, `.pt2`
+    by PyTorch; on another backend in a subprocess with that one. Models of this library
+    have it as their method `export`.
 
     Args:
         model: `keras.Model` that is built.
@@ -76,24 +72,20 @@ def export_model(
 
             - `"tf_saved_model"`: a directory; `tf.saved_model.load(filepath).serve(x)`.
             - `"onnx"`: `.onnx`, for ONNX Runtime and others.
-            - `"litert"`: `.tflite`, for the LiteRT (TFLite) interpreter; set the size
-              of the batch with its `resize_tensor_input`.
+            - `"litert"`: `.tflite`, for the LiteRT interpreter.
             - `"openvino"`: `.xml`, and a `.bin` beside it with the weights.
             - `"torch"`: `.pt2`; `torch.export.load(filepath).module()(x)`.
         verbose: bool or `None`, whether to print a message; `None` for yes.
         input_signature: `None` for batches of any size; or as in `keras.Model.export`,
             for example `[keras.InputSpec(shape=(8, 32, 32, 3), dtype="float32")]`.
         preprocessing: bool, whether the inputs are pixels from 0 to 255, of the model's
-            size (or of the size in `input_signature`, from which they are resized),
-            instead of preprocessed images. The model must have a preprocessor with an
-            image converter, and images as its only input.
+            size or of that in `input_signature`. The model must have a preprocessor
+            with an image converter, and images as its only input.
         **kwargs: options of the format, as in `keras.Model.export`.
 
     Raises:
         ValueError: if the format is unknown, the name of the file does not fit it, or
-            the model cannot be exported: groups of the whole batch with an open size,
-            random routing, half precision or a quantization in a format without it, or
-            classes defined in `__main__`.
+            the model cannot be exported in it.
         ImportError: if a package that writes the format is not installed.
         RuntimeError: if the subprocess that writes the file failed.
 
@@ -120,11 +112,27 @@ def checked_job(
     model, filepath, format, input_signature=None, preprocessing=False, options=None
 ):
     """Return the other arguments of `write`, or raise as `export_model` does."""
-    _check(model, filepath, format, preprocessing)
+    if preprocessing:
+        image_converter(model)  # raises without one
+    _check(model, filepath, format)
     signature = _signature(model, input_signature)
-    _check_groups(model, signature)
+    batches = {spec.shape[0] for spec in keras.tree.flatten(signature)}
+    whole = any(layer.group_images is None for layer in moe_layers_of(model))
+    if None in batches and whole:
+        raise ValueError(
+            "`group_images=None` routes a whole batch as one group, so the size of the "
+            "batch must be known. Received: batch sizes "
+            f"{sorted(batches, key=str)}. Pass an `input_signature`, or choose a size "
+            "of groups with `set_routing(group_images=8)`."
+        )
     if preprocessing and format == "torch":
-        _check_size(model, signature)
+        sizes = [tuple(x.shape[1:3]) for x in (signature[0], model.input)]
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                "PyTorch cannot export the resizing of images for batches of any size. "
+                f"Received: input_signature={signature} for a model of images "
+                f"{model.input.shape[1:]}."
+            )
     return {
         "format": format,
         "input_signature": signature,
@@ -133,22 +141,18 @@ def checked_job(
     }
 
 
-# === Checks ===
-
-
-def _check(model, filepath, format, preprocessing):
+def _check(model, filepath, format):
     """Raise if the model or the format cannot be exported."""
     check_choice("format", format, tuple(FORMATS))
     suffix, backend, packages, has_half_precision, quantized = FORMATS[format]
     if suffix and Path(filepath).suffix != suffix:
         raise ValueError(
             f"The name of a file of format '{format}' must end in '{suffix}'. "
-            f"Received: filepath={str(filepath)!r}."
+            + received(filepath=str(filepath))
         )
     if not isinstance(model, keras.Model) or not model.built:
         raise ValueError(
-            "Only a `keras.Model` that is built can be exported; call it once, or put "
-            f"the layer into a functional model. Received: model={model!r}."
+            f"`model` must be a `keras.Model` that is built. {received(model=model)}"
         )
     missing = [p for p in (backend, *packages) if find_spec(p) is None]
     if missing:
@@ -156,32 +160,24 @@ def _check(model, filepath, format, preprocessing):
             f"The format '{format}' is written with {' and '.join(missing)}, not "
             f"installed here: `pip install {' '.join(missing)}`."
         )
-    if preprocessing:
-        # It raises the error.
-        image_converter(model)
     layers = flatten_layers(model)
     computed = {layer.compute_dtype for layer in layers}
     half = sorted(computed & {"float16", "bfloat16"})
     if half and not has_half_precision:
         raise ValueError(
-            f"The format '{format}' takes models that compute in float32. Received: a "
+            f"A model in the format '{format}' must compute in float32. Received: a "
             f"model with layers in {' and '.join(half)}. Load it with "
-            "`from_preset(..., dtype='float32')`, or choose 'tf_saved_model' or "
-            "'torch'."
+            "`from_preset(..., dtype='float32')`, or choose another format: "
+            "'tf_saved_model', 'torch'."
         )
     modes = {getattr(layer, "quantization_mode", None) for layer in layers} - {None}
     if quantized is not None and modes - {*quantized}:
-        taken = [
-            name
-            for name, other in FORMATS.items()
-            if other.quantized is None or modes <= {*other.quantized}
-        ]
+        others = {name: other.quantized for name, other in FORMATS.items()}
+        possible = [n for n, q in others.items() if q is None or modes <= {*q}]
         raise ValueError(
-            f"The format '{format}' does not take models quantized to "
-            f"{' and '.join(sorted(modes))}. Export the model "
-            "before it is quantized, and let the tools of the format do that (LiteRT: "
-            "`optimizations=[tf.lite.Optimize.DEFAULT]`), or choose "
-            f"{' or '.join(taken)}. Received: format={format!r}."
+            f"The format '{format}' has no models quantized to "
+            f"{' and '.join(sorted(modes))}. Export the model before it is quantized, "
+            f"or choose {' or '.join(possible)}. {received(format=format)}"
         )
     for router in layers:
         if isinstance(router, Router):
@@ -195,42 +191,16 @@ def _check_router(router):
     if random_logits or priority == "random":
         raise ValueError(
             "Random routing cannot be exported: an exported model must be "
-            f"deterministic. Received: {router.path} with "
-            f"random_logits={random_logits!r}, "
-            f"priority={priority!r}. Change them with "
+            f"deterministic. Received: {router.path} with {random_logits=}, "
+            f"{priority=}. Change them with "
             "`set_routing(random_logits=False, priority='max')`."
         )
     if router.num_rows(1) is not None:
         factor = router.num_experts / router.choices_per_token
         raise ValueError(
-            "An exported model has a fixed number of slots. Received: "
+            "An exported model must have a fixed number of slots. Received: "
             f"{router.path} with capacity_factor=None. Set one that drops nothing "
             f"either: `set_routing(capacity_factor={factor:g})`."
-        )
-
-
-def _check_groups(model, signature):
-    """Raise if a group is the whole batch and the batch size is open."""
-    batches = {spec.shape[0] for spec in keras.tree.flatten(signature)}
-    is_whole = any(layer.group_images is None for layer in moe_layers_of(model))
-    if None in batches and is_whole:
-        raise ValueError(
-            "`group_images=None` routes a whole batch as one group, so the size of the "
-            "batch must be known. Pass, for example, `input_signature="
-            "[keras.InputSpec(shape=(8, 224, 224, 3))]`, or set the size of a group "
-            "with `set_routing(group_images=8)`. Received: "
-            f"batch sizes {sorted(batches, key=str)}."
-        )
-
-
-def _check_size(model, signature):
-    """Raise if a `.pt2` file would have to resize pixels."""
-    if tuple(signature[0].shape[1:3]) != tuple(model.input.shape[1:3]):
-        raise ValueError(
-            "PyTorch cannot export the resizing of images for batches of any size. "
-            f"Received: input_signature={signature} for a model of images "
-            f"{model.input.shape[1:]}. Leave `input_signature` out and resize the "
-            "images before, or choose another format."
         )
 
 
@@ -242,9 +212,10 @@ def _signature(model, input_signature):
     if input_signature is None:
         if not hasattr(model, "input"):
             raise ValueError(
-                f"The inputs of a `{type(model).__name__}` are unknown. "
-                "Pass `input_signature=[keras.InputSpec(shape=(None, ...))]`. "
-                "Received: input_signature=None."
+                f"The inputs of a `{type(model).__name__}` are unknown, so "
+                "`input_signature` must be given: "
+                "`[keras.InputSpec(shape=(None, ...))]`. "
+                + received(input_signature=input_signature)
             )
         input_signature = [model.input]
     return keras.tree.map_structure(_as_spec, list(input_signature))
@@ -262,7 +233,7 @@ def _as_spec(tensor):
 
 
 def save_job(model, filepath, job, backend, directory):
-    """Save a model and a job for `run_jobs`.
+    """Save a model and a job for `run_jobs`, and return the path of the job.
 
     Args:
         model: `keras.Model`.
@@ -270,31 +241,32 @@ def save_job(model, filepath, job, backend, directory):
         job: dict, the other arguments of `write`.
         backend: str, backend of the subprocess.
         directory: path of an empty directory.
-
-    Returns:
-        Path of a file.
-
-    Raises:
-        ValueError: if a class or an option cannot be passed to the subprocess.
     """
     saved, file = Path(directory, "model.keras"), Path(directory, "job.json")
+    layers = flatten_layers(model)
+    own = {type(x).__name__ for x in layers if type(x).__module__ == "__main__"}
+    other_process = (
+        f"The format '{job['format']}' is written by another process, to which {{}} "
+        f"cannot be sent. Received: {{}}. Run it all with KERAS_BACKEND={backend}."
+    )
+    if own:
+        names = ", ".join(sorted(own))
+        raise ValueError(other_process.format("classes defined in `__main__`", names))
+    modules = sorted({type(layer).__module__ for layer in layers})
     job = {
         **job,
         "model": str(saved),
         "filepath": str(Path(filepath).absolute()),
-        "modules": _modules_of(model, job["format"], backend),
+        # They register the classes of layers.
+        "modules": [m for m in modules if m.split(".")[0] not in ("keras", "torch")],
     }
 
     def as_dict(value):
         if isinstance(value, keras.InputSpec):
             spec = {"shape": value.shape, "dtype": value.dtype, "name": value.name}
             return {"input_spec": spec}
-        raise ValueError(
-            f"The format '{job['format']}' is written by another process, to which "
-            f"not every option can be sent. Received: {value!r} among the options "
-            f"{sorted(job['options'])}. Leave it out, or export with "
-            f"KERAS_BACKEND={backend}."
-        )
+        options = f"{value!r} among the options {sorted(job['options'])}"
+        raise ValueError(other_process.format("such an option", options))
 
     file.write_text(json.dumps(job, default=as_dict), encoding="utf-8")
     model.save(saved)
@@ -302,15 +274,7 @@ def save_job(model, filepath, job, backend, directory):
 
 
 def run_jobs(jobs, backend):
-    """Run jobs in a subprocess.
-
-    Args:
-        jobs: list of paths from `save_job`.
-        backend: str, backend of the subprocess.
-
-    Raises:
-        RuntimeError: if it failed.
-    """
+    """Run jobs, paths from `save_job`, in a subprocess with a backend."""
     process = subprocess.run(
         [sys.executable, "-m", "keras_softmoe.exporting", *map(str, jobs)],
         # Not on an accelerator, whose memory this process may occupy.
@@ -328,18 +292,3 @@ def run_jobs(jobs, backend):
             f"Export with {backend} failed in a subprocess. End of stderr:\n"
             f"{process.stderr[-2000:]}"
         )
-
-
-def _modules_of(model, format, backend):
-    """Return the modules that register the classes of a model's layers."""
-    layers = flatten_layers(model)
-    modules = sorted({type(layer).__module__ for layer in layers})
-    if "__main__" in modules:
-        names = {type(x).__name__ for x in layers if type(x).__module__ == "__main__"}
-        raise ValueError(
-            f"The format '{format}' is written by another process, which does not know "
-            f"classes of this program. Received: {', '.join(sorted(names))}, defined "
-            "in `__main__`. Move them to a module that both can import, or run this "
-            f"program with KERAS_BACKEND={backend}."
-        )
-    return [name for name in modules if name.split(".")[0] not in ("keras", "torch")]

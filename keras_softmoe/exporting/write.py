@@ -1,14 +1,14 @@
-"""Writing a model with the backend in use."""
+"""Write a model with the backend in use."""
 
 import contextlib
 import functools
 import logging
 
 import keras
+import numpy as np
 from keras import ops
 
 from keras_softmoe.architecture import moe_layers_of
-from keras_softmoe.exporting import onnx_file
 from keras_softmoe.files import atomic_directory, atomic_file
 from keras_softmoe.keras_adapter.exports import (
     drop_assertions_of_more_than_one,
@@ -17,7 +17,7 @@ from keras_softmoe.keras_adapter.exports import (
 
 
 def write(model, filepath, format, input_signature, preprocessing, options):
-    """Write a model with the backend in use, which must be that of the format.
+    """Write a model with the backend in use, which must be the format's.
 
     Args:
         model: `keras.Model`.
@@ -28,7 +28,10 @@ def write(model, filepath, format, input_signature, preprocessing, options):
         options: dict of further arguments of `keras.Model.export`.
     """
     if preprocessing:
-        model, input_signature = _from_pixels(model, input_signature)
+        (spec,) = input_signature
+        model, pixels = FromPixels(model, spec.shape), {"dtype": spec.dtype}
+        model(keras.KerasTensor(spec.shape, **pixels, name="pixels"))  # builds it
+        input_signature = [keras.InputSpec(shape=spec.shape, **pixels, name="pixels")]
     replaced = atomic_file
     if format == "tf_saved_model":
         replaced = functools.partial(atomic_directory, marks=["saved_model.pb"])
@@ -47,23 +50,18 @@ def write(model, filepath, format, input_signature, preprocessing, options):
             **options,
         )
         if format == "onnx":
-            onnx_file.tidy(aside)
+            _tidy_onnx(aside)
 
 
 def image_converter(model):
-    """Return the image converter of a model, whose only input must be images.
-
-    Raises:
-        ValueError: if it has none.
-    """
+    """Return the image converter of a model, whose only input must be images."""
     preprocessor = getattr(model, "preprocessor", None)
     converter = getattr(preprocessor, "image_converter", None)
     if converter is None or not isinstance(model.input, keras.KerasTensor):
         raise ValueError(
             "`preprocessing=True` needs a model with images as its only input and a "
-            "preprocessor with an image converter, such as an image classifier from a "
-            f"preset. Received: {model.name!r}, a `{type(model).__name__}`. Leave it "
-            "out, and preprocess the inputs before the exported model."
+            "preprocessor with an image converter. Received: "
+            f"{model.name!r}, a `{type(model).__name__}`."
         )
     return converter
 
@@ -71,13 +69,8 @@ def image_converter(model):
 class FromPixels(keras.Model):
     """Model with its image converter, as plain operations on tensors.
 
-    Args:
-        model: `keras.Model` with an image converter.
-        pixels_shape: `(B, height, width, channels)`, `None` where open. Pixels of
-            another size than the model's are resized.
-
-    Raises:
-        ValueError: if the model has no image converter, or one that does not resize.
+    Pixels of shape `(B, height, width, channels)`, `None` where open, are resized to
+    the model's size.
     """
 
     def __init__(self, model, pixels_shape):
@@ -99,14 +92,6 @@ class FromPixels(keras.Model):
         if self.converter.offset is not None:
             x = x + ops.convert_to_tensor(self.converter.offset, "float32")
         return self.model(x, training=False)
-
-
-def _from_pixels(model, input_signature):
-    (spec,) = input_signature
-    model = FromPixels(model, spec.shape)
-    # This builds it.
-    model(keras.KerasTensor(spec.shape, dtype=spec.dtype, name="pixels"))
-    return model, [keras.InputSpec(dtype=spec.dtype, shape=spec.shape, name="pixels")]
 
 
 def _write_torch(model, filepath, input_signature, options):
@@ -154,7 +139,7 @@ def _write_torch(model, filepath, input_signature, options):
 
 @contextlib.contextmanager
 def _groups_of(model, batch):
-    """Scope in which `group_images=None` is replaced by the batch size.
+    """Replace `group_images=None` by the batch size inside this context.
 
     TensorFlow also traces a model for batches of any size.
     """
@@ -170,7 +155,7 @@ def _groups_of(model, batch):
 
 @contextlib.contextmanager
 def _quiet():
-    """Scope without the progress logs of converters."""
+    """Silence the progress logs of the ONNX converter inside this context."""
     logger = logging.getLogger("tf2onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -178,3 +163,72 @@ def _quiet():
         yield
     finally:
         logger.setLevel(level)
+
+
+# === ONNX ===
+
+
+def _tidy_onnx(filepath):
+    """Rewrite an ONNX file in less space, with the axis of the batch called "batch".
+
+    TensorFlow multiplies the int8 kernels of experts in float32. The converter makes
+    float32 constants of them, and more constants of which only the shape is used.
+    """
+    import onnx
+
+    model = onnx.load(filepath)
+    for value in (*model.graph.input, *model.graph.output):
+        axes = value.type.tensor_type.shape.dim
+        if axes and axes[0].dim_param:
+            axes[0].dim_param = "batch"
+    _fold_shapes(model.graph)
+    _store_as_int8(model.graph)
+    onnx.save(model, filepath)
+
+
+def _fold_shapes(graph):
+    """Replace shapes of constants by their values, and drop constants without use."""
+    from onnx import numpy_helper
+
+    shapes = {constant.name: constant.dims for constant in graph.initializer}
+    for node in list(graph.node):
+        if node.op_type == "Shape" and not node.attribute and node.input[0] in shapes:
+            value = np.array(shapes[node.input[0]], "int64")
+            graph.initializer.append(numpy_helper.from_array(value, node.output[0]))
+            graph.node.remove(node)
+    used = {name for node in _nodes(graph) for name in node.input}
+    used |= {output.name for output in graph.output}
+    for constant in list(graph.initializer):
+        if constant.name not in used:
+            graph.initializer.remove(constant)
+
+
+def _nodes(graph):
+    """Yield the nodes of a graph and of the branches and loops in it."""
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            inner = [attribute.g] if attribute.HasField("g") else []
+            for each in (*inner, *attribute.graphs):
+                yield from _nodes(each)
+
+
+def _store_as_int8(graph):
+    """Store float32 constants that are int8 numbers as such, followed by a cast."""
+    from onnx import TensorProto, helper, numpy_helper
+
+    for constant in graph.initializer:
+        if constant.data_type != TensorProto.FLOAT:
+            continue
+        values = numpy_helper.to_array(constant)
+        # Small arrays stay as they are.
+        if values.size < 1024 or np.abs(values).max() > 127:
+            continue
+        whole = values.astype("int8")
+        if np.array_equal(whole, values):
+            name = constant.name
+            constant.CopyFrom(numpy_helper.from_array(whole, f"{name}/int8"))
+            cast = helper.make_node(
+                "Cast", [f"{name}/int8"], [name], to=TensorProto.FLOAT
+            )
+            graph.node.insert(0, cast)

@@ -24,16 +24,10 @@ def number_of(batches):
 class BatchesOf(DataAdapter):
     """Data adapter for preprocessed batches of any iterable.
 
-    A `PyDataset` keeps its workers and its `on_epoch_end`. An iterable with a length
-    (`len`) has a progress bar. An iterator gives one epoch, or several of
-    `steps_per_epoch`.
+    A `PyDataset` keeps its workers and its `on_epoch_end`. An iterator gives one epoch,
+    or several of `steps_per_epoch`. `preprocess` takes a batch, a tuple, and returns a
+    tuple of NumPy arrays. The batches of a `PyDataset` may be shuffled.
     Would be replaced by: `keras.Model.fit` with a public hook for each batch.
-
-    Args:
-        data: iterable of batches.
-        preprocess: callable that takes a batch, a tuple, and returns a tuple of NumPy
-            arrays.
-        shuffle: bool, whether the batches of a `PyDataset` are shuffled.
     """
 
     def __init__(self, data, preprocess, shuffle):
@@ -69,8 +63,8 @@ class BatchesOf(DataAdapter):
         if not self._drawn:
             raise ValueError(
                 "There are no batches left: a generator gives its batches once. "
-                f"Received: {self._iterator!r}. Pass data that can be iterated again, "
-                "such as a `keras.utils.PyDataset`, or for several epochs an infinite "
+                f"Received: {self._iterator!r}. Several runs need data that can be "
+                "iterated again, such as a `keras.utils.PyDataset`, or an infinite "
                 "generator and `steps_per_epoch`."
             )
         yield self._drawn[0]

@@ -27,13 +27,10 @@ def lay_out_each_batch(layout_of):
     """Let distributions choose the layout of every batch, instead of the first only.
 
     Keras reuses the layout of the first batch of an epoch for all, which fails at the
-    last one if its size is not divisible by the devices. No public method can
-    intervene. Only the first call has an effect.
+    last one if its size is not divisible by the devices. `layout_of` takes the shape of
+    a process' rows of a batch and returns a `keras.distribution.TensorLayout`, or
+    `None` for that of Keras. Only the first call has an effect.
     Would be replaced by: Keras calling `Distribution.get_data_layout` for each batch.
-
-    Args:
-        layout_of: callable that takes the shape of a process' rows of a batch and
-            returns a `keras.distribution.TensorLayout`, or `None` for that of Keras.
     """
     if keras.backend.backend() == "torch":
         from keras.src.backend.torch import trainer as module
@@ -58,12 +55,10 @@ def share_datasets(share):
     """Let distributions choose the rows of a process, as before Keras 3.16.
 
     From 3.16 on Keras cuts the stream of all rows anew, so that the last batches of two
-    processes may have different sizes. Only the first call has an effect.
+    processes may have different sizes. `share` takes a `tf.data.Dataset` and the
+    distribution, and returns the share of this process, or `None` for that of Keras.
+    Only the first call has an effect.
     Would be replaced by: `Distribution.distribute_dataset`, as Keras 3.15 has it.
-
-    Args:
-        share: callable that takes a `tf.data.Dataset` and the distribution, and returns
-            the share of this process, or `None` for that of Keras.
     """
     from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
@@ -73,9 +68,7 @@ def share_datasets(share):
 
     def _distribute_dataset(self, dataset, distribution):
         shared = share(dataset, distribution)
-        if shared is None:
-            shared = distribute(self, dataset, distribution)
-        return shared
+        return distribute(self, dataset, distribution) if shared is None else shared
 
     _distribute_dataset.asks_distributions = True
     TFDatasetAdapter._distribute_dataset = _distribute_dataset

@@ -12,7 +12,6 @@ import numpy as np
 def flatten_layers(model):
     """Return a list of a model or layer and all layers inside it, at any depth.
 
-    `Model.layers` are those of the first level, and `keras.Layer` has no such list.
     Would be replaced by: a public `keras.Layer.flatten_layers()`.
     """
     return list(model._flatten_layers())
@@ -22,9 +21,9 @@ class Layer(keras.layers.Layer):
     """Base class of layers whose `trainable` also applies to parts created later.
 
     Keras freezes the sublayers that exist when `trainable` is set, and none for an
-    argument of the constructor; those created in `build` are trained. A file has one
-    flag for a layer with all its parts: here it also has the flags of parts that
-    differ. On PyTorch its weights are listed as in `torch_modules.Weights`.
+    argument of the constructor. A file has one flag for a layer with all its parts:
+    here it also has the flags of parts that differ. On PyTorch its weights are listed
+    as in `torch_modules.Weights`.
     Would be replaced by: Keras freezing sublayers of a frozen layer as it does weights,
     and saving the flag of each.
     """
@@ -58,8 +57,7 @@ if keras.backend.backend() == "torch":
 def is_in_training_mode(layer):
     """Return whether a PyTorch module is in training, but Keras does not know it.
 
-    Keras trains with `training=True` only; a call without it is one of prediction, even
-    after `train()` of the layer, or of a module around it.
+    A call without `training=True` is one of prediction in Keras, even after `train()`.
     Would be replaced by: Keras reading the mode of a module that PyTorch calls.
     """
     is_torch = keras.backend.backend() == "torch"
@@ -69,16 +67,10 @@ def is_in_training_mode(layer):
 def trainable_parts(layer):
     """Return the `trainable` flags of parts that differ from their layer's.
 
-    Empty for a layer with factors of LoRA: they freeze the rest, and a file has their
-    sum with the kernels instead.
+    It is a dict from paths of names below the layer, without models in it, which have a
+    separate configuration. It is empty for a layer with factors of LoRA: they freeze
+    the rest, and a file has their sum with the kernels instead.
     Would be replaced by: public lists of the sublayers and weights of a layer.
-
-    Args:
-        layer: built `keras.Layer`. Models inside it are left out, as they have a
-            separate configuration.
-
-    Returns:
-        dict from paths (of names, below the layer) to bools.
     """
     found = {}
     for path, part, parent in _parts(layer):
@@ -93,13 +85,9 @@ def set_trainable(layer, value):
     """Freeze or unfreeze a layer with all its parts.
 
     Unlike the setter of Keras this also works if `trainable` has the value already:
-    parts of the layer may differ, and TensorFlow ignores an unchanged value.
+    parts of the layer may differ, and TensorFlow ignores an unchanged value. `value` is
+    a bool, or a dict of changes as of `trainable_parts`, without effect on other paths.
     Would be replaced by: the setter, and public lists as in `trainable_parts`.
-
-    Args:
-        layer: `keras.Layer`.
-        value: bool; or dict of changes, as `trainable_parts` returns it. Paths that the
-            layer does not have are ignored.
     """
     if not isinstance(value, dict):
         for part in layer._flatten_layers():
@@ -144,7 +132,7 @@ def is_initialized(variable):
     """Return whether a variable has a value.
 
     It has none while the first batch builds its model, and on JAX during a step. Then
-    `variable.value` would draw initial values, on one device.
+    `variable.value` would draw initial values.
     Would be replaced by: a public `keras.Variable.is_initialized`.
     """
     return variable._value is not None
@@ -158,7 +146,7 @@ def release_values(layer):
     for weight in layer.weights:
         weight._value = None
     if keras.backend.backend() == "torch":
-        # Modules hold them, too: those of layers, and that in a `keras.Sequential`.
+        # The modules of layers and of a `keras.Sequential` hold them, too.
         for part in [*layer._flatten_layers(), *layer.modules()]:
             held = getattr(part, "_torch_params", None)
             if held is not None and not isinstance(held, torch_modules.Weights):
@@ -166,7 +154,7 @@ def release_values(layer):
 
 
 def states_of_draws(layer):
-    """Return the variables of the random generators in a layer and its parts, a list.
+    """Return a list of the variables of random generators in a layer and its parts.
 
     Would be replaced by: a public list of the seed generators of a layer.
     """
@@ -188,14 +176,11 @@ _STARTS_AS_ZEROS = contextvars.ContextVar("starts_as_zeros", default=False)
 
 @contextlib.contextmanager
 def zero_initialization(enabled=True):
-    """Scope in which new weights start as zeros, because others will be loaded.
+    """Let new weights start as zeros in this context, because others will be loaded.
 
-    Drawing initial values would take a multiple of their memory, and on JAX seconds of
+    Drawing initial values would need a multiple of their memory, and on JAX seconds of
     compilation.
     Would be replaced by: an option of Keras to build a model without initial values.
-
-    Args:
-        enabled: bool, `False` for a scope that changes nothing.
     """
     _let_variables_start_as_zeros()
     token = _STARTS_AS_ZEROS.set(enabled)
@@ -225,25 +210,21 @@ def without_values():
 
 @functools.cache
 def _let_variables_start_as_zeros():
-    """Replace the initialization of variables, once, for the scope above."""
+    """Replace the initialization of variables, once, for the context above."""
     initialize = keras.Variable._initialize_with_initializer
+
+    def zeros(shape, dtype):
+        # From NumPy, as JAX would compile a program for the zeros of each shape.
+        return keras.ops.convert_to_tensor(np.zeros(shape, "float32"), dtype=dtype)
 
     def initialize_with(variable, initializer):
         # Seeds are integers, and not weights.
         if _STARTS_AS_ZEROS.get() and keras.backend.is_float_dtype(variable.dtype):
-            initializer = keras.initializers.Zeros() if _is_distributed() else _zeros
+            is_distributed = keras.distribution.distribution() is not None
+            initializer = keras.initializers.Zeros() if is_distributed else zeros
         initialize(variable, initializer)
 
     keras.Variable._initialize_with_initializer = initialize_with
-
-
-def _is_distributed():
-    return keras.distribution.distribution() is not None
-
-
-def _zeros(shape, dtype):
-    # From NumPy, as JAX would compile a program for the zeros of each shape.
-    return keras.ops.convert_to_tensor(np.zeros(shape, "float32"), dtype=dtype)
 
 
 # === LoRA and quantization ===
@@ -271,18 +252,11 @@ def is_quantized_under(filters, layer):
 
 @contextlib.contextmanager
 def changed_by_quantization(layer, mode):
-    """Scope in which `quantize` of a built layer replaces its weights.
+    """Let `quantize` of a built layer, in a mode, replace its weights in this context.
 
-    Until version 3.15 Keras opens it around every such method. From 3.16 on a layer
-    with a method of its own has to.
+    Until version 3.15 Keras does so around every such method. From 3.16 on a layer with
+    a method of its own has to.
     Would be replaced by: a public hook for the weights in `Layer.quantize`.
-
-    Args:
-        layer: `keras.Layer`.
-        mode: str.
-
-    Raises:
-        ValueError: if the layer is not built, or quantized already.
     """
     layer._check_quantize_args(mode, layer.compute_dtype)
     layer._tracker.unlock()
@@ -321,11 +295,10 @@ class QuantizedByExpert:
 
 @contextlib.contextmanager
 def quick_garbage_collection():
-    """Scope in which removing a variable does not search all objects of the program.
+    """Let Keras search new objects only when a variable is removed in this context.
 
-    Keras collects garbage whenever a layer removes a variable, which takes a second
-    with millions of objects of other libraries. In the scope only objects created in it
-    are searched.
+    It collects garbage whenever a layer removes a variable, which takes a second with
+    millions of objects of other libraries.
     Would be replaced by: a single collection after the last layer of a model.
     """
     if gc.get_freeze_count():

@@ -7,17 +7,11 @@ from keras.src.utils.naming import to_snake_case
 
 
 def named_weights(layer):
-    """Yield names and weights of a layer, each weight once, in the order of `weights`.
+    """Yield `(path, weight)` of a layer, each weight once, in the order of `weights`.
 
     Automatic names such as `dense_7` have a counter of the process, which starts anew
-    here, so that the names are those of other instances, too.
+    here, so that all instances have the same names.
     Would be replaced by: names of Keras that are unique in a model.
-
-    Args:
-        layer: `keras.Layer`.
-
-    Yields:
-        Path of the names below the layer, with `/` between them; the weight.
     """
     seen, taken = set(), set()
 

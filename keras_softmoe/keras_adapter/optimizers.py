@@ -6,8 +6,7 @@ from types import SimpleNamespace
 class OwnAverages:
     """Mixin for an optimizer that calls `update_averages` after every step.
 
-    With `use_ema=True` Keras updates the averages by a fixed rule; overwriting weights
-    and saving use the same list, so a second list would not work.
+    With `use_ema=True` Keras updates the averages by a fixed rule.
     Would be replaced by: a public `Optimizer.update_averages`.
     """
 
@@ -34,7 +33,6 @@ def variables_of(optimizer):
 def index_of(optimizer, variable):
     """Return the index of a variable among those that an optimizer was built for.
 
-    Optimizers of Keras find the moments of a variable by it.
     Would be replaced by: a public `Optimizer.get_variable_index`.
     """
     return optimizer._get_variable_index(variable)

@@ -13,16 +13,11 @@ from keras_softmoe.keras_adapter.layers import is_initialized
 def wrap_compilation(cls, around):
     """Call a function at the start of each `fit`, `evaluate` or `predict` of a class.
 
-    Keras compiles a step once, with the settings of the layers as constants. The only
-    methods of a model that it calls at the start of a run are those that make the step.
+    Keras compiles a step once, with the settings of the layers as constants. `around`
+    is a callable `(model, step, make)`, where `step` is `"train"`, `"test"` or
+    `"predict"`, and `make(again)` makes the step, with `again=True` even if it exists.
     Would be replaced by: a method of `keras.Model` that is called before each run and
     returns whether to compile again.
-
-    Args:
-        cls: subclass of `keras.Model`.
-        around: callable `(model, step, make)`, where `step` is `"train"`, `"test"` or
-            `"predict"`, and `make(again)` makes the step, with `again=True` even if it
-            exists.
     """
     for step in ("train", "test", "predict"):
         name = f"make_{step}_function"
@@ -35,7 +30,8 @@ def _wrapped(make_function, step, around):
         def make_step(again):
             before = getattr(self, f"{step}_function")
             made = make_function(self, force or again)
-            if step != "predict" and getattr(self, f"{step}_function") is not before:
+            is_new = getattr(self, f"{step}_function") is not before
+            if is_new and step != "predict" and keras.backend.backend() == "tensorflow":
                 _end_with_the_data(self, step)
                 _trace_once(self, step)
             return made
@@ -50,9 +46,9 @@ _LENGTH_IS_UNKNOWN = contextvars.ContextVar("length_is_unknown", default=False)
 
 @contextlib.contextmanager
 def batches_of_length(length):
-    """Scope of a run over so many batches, `None` if their number is unknown.
+    """Enter a run over so many batches, `None` if their number is unknown.
 
-    There Keras on TensorFlow begins a step before it knows whether there is a batch:
+    Then Keras on TensorFlow begins a step before it knows whether there is a batch:
     after the last one it counts one more iteration, and decays the weights.
     Would be replaced by: a step of TensorFlow that waits for its batch.
     """
@@ -64,8 +60,8 @@ def batches_of_length(length):
 
 
 def _end_with_the_data(model, step):
-    """Let a compiled step on TensorFlow take its batch first, see above."""
-    if keras.backend.backend() != "tensorflow" or model.steps_per_execution != 1:
+    """Let a compiled step on TensorFlow draw its batch first, see above."""
+    if model.steps_per_execution != 1:
         return
     import tensorflow as tf
 
@@ -85,13 +81,8 @@ def _trace_once(model, step):
 
     A step that creates variables of the optimizer and the metrics is traced a second
     time without that. On the other backends Keras creates them beforehand.
-    Would be replaced by: the same in `keras.Model.fit` on TensorFlow.
-
-    Args:
-        model: `keras.Model` with a function of the step.
-        step: `"train"` or `"test"`.
     """
-    if keras.backend.backend() != "tensorflow" or model.run_eagerly:
+    if model.run_eagerly:
         return
     name = f"{step}_function"
     run = getattr(model, name)
@@ -103,23 +94,18 @@ def _trace_once(model, step):
         # Other batches than `tf.data` have no specification: two traces are correct,
         # too.
         if hasattr(iterator, "element_spec") and not has_metrics(model):
-            _make_metrics_of(model, iterator.element_spec)
+            batch = keras.tree.map_structure(
+                lambda spec: keras.KerasTensor(spec.shape, spec.dtype.name),
+                iterator.element_spec,
+            )
+            x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)
+            with contextlib.suppress(RuntimeError, TypeError, ValueError):
+                compute_output_spec(
+                    model.compute_metrics, x, y, model.output, sample_weight=weight
+                )
         return run(iterator)
 
     setattr(model, name, prepare_and_run)
-
-
-def _make_metrics_of(model, batch):
-    """Create the metrics of a functional model from its outputs, see `make_metrics`."""
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(
-        keras.tree.map_structure(
-            lambda spec: keras.KerasTensor(spec.shape, spec.dtype.name), batch
-        )
-    )
-    with contextlib.suppress(RuntimeError, TypeError, ValueError):
-        compute_output_spec(
-            model.compute_metrics, x, y, model.output, sample_weight=sample_weight
-        )
 
 
 def map_predictions(model, function):
@@ -128,10 +114,6 @@ def map_predictions(model, function):
     Where several processes share a model, each gets the rows of its own devices, which
     Keras does not gather.
     Would be replaced by: `predict` that gathers the rows of all processes.
-
-    Args:
-        model: `keras.Model` with a predict function.
-        function: callable that takes and returns a tensor.
     """
     predict = model.predict_function
     if getattr(predict, "is_mapped", False):
@@ -157,15 +139,11 @@ def map_predictions(model, function):
 
 @contextlib.contextmanager
 def kept_weights(model, trains):
-    """Scope in which a model keeps its weights if its data raise an error.
+    """Let a model keep its weights if its data raise an error in this context.
 
     On JAX Keras moves the weights out of the model for its steps. If a pipeline fails
-    at the first batch of `fit`, or at any of `evaluate`, they are not moved back.
+    at the first batch of `fit` (`trains`), or at any of `evaluate`, they are lost.
     Would be replaced by: `JAXTrainer` restoring its state in a `finally`.
-
-    Args:
-        model: `keras.Model`.
-        trains: bool, whether the steps are those of `fit`.
     """
     if keras.backend.backend() != "jax" or not model.compiled:
         yield
@@ -189,7 +167,7 @@ def kept_weights(model, trains):
 
 
 def without_gradients():
-    """Scope in which PyTorch does not keep the activations for a backward pass.
+    """Return a context in which PyTorch keeps no activations for a backward pass.
 
     Would be replaced by: a public `keras.no_gradient_scope()`.
     """
@@ -213,10 +191,6 @@ def make_metrics(model, batch):
 
     A model that cannot be traced symbolically is left unchanged.
     Would be replaced by: a public `Model.build_metrics(batch)`.
-
-    Args:
-        model: `keras.Model`.
-        batch: a batch as `fit` takes it: `x`, `(x, y)` or `(x, y, sample_weight)`.
     """
     with contextlib.suppress(RuntimeError, ValueError):
         model._symbolic_build(data_batch=batch)
@@ -226,15 +200,10 @@ def make_metrics(model, batch):
 
 
 def set_first_epoch(model, epoch):
-    """Start the current `fit` at a later epoch.
+    """Start the current `fit` at a later epoch, from a callback's `on_train_begin`.
 
-    For a callback's `on_train_begin`, as in Keras' `BackupAndRestore`: the argument
-    `initial_epoch` is the user's.
+    With `None` it is reset, when the `fit` has begun.
     Would be replaced by: a public `Model.initial_epoch` that each `fit` resets.
-
-    Args:
-        model: `keras.Model`.
-        epoch: int, counted from 0, or `None` to reset it when the `fit` has begun.
     """
     if epoch is not None:
         model._initial_epoch = _FirstEpoch(epoch, model)
@@ -245,8 +214,8 @@ def set_first_epoch(model, epoch):
 class _FirstEpoch(int):
     """Initial epoch that is true only in the `fit` for which it was set.
 
-    Keras never resets it, and has no callback for an interrupted `fit`. So it must be
-    harmless to the next one, which has another `History`.
+    Keras never resets it, not even after an interruption. The next `fit` has another
+    `History`.
     """
 
     def __new__(cls, epoch, model):
@@ -259,17 +228,11 @@ class _FirstEpoch(int):
 
 
 def replace_next_step(model, step):
-    """Replace the next training step of the current `fit` with a callable.
+    """Replace the next training step, from a callback's `on_train_batch_begin`.
 
-    For a callback's `on_train_batch_begin`: callbacks can neither draw a batch nor skip
-    a step.
+    `step` takes the model and the iterator over batches (on PyTorch the batch), and
+    returns the logs of the step, or `None` to run the step after it.
     Would be replaced by: `fit(..., initial_step=...)`.
-
-    Args:
-        model: `keras.Model` that trains.
-        step: callable that takes the model and the iterator over batches (on PyTorch
-            the batch itself), and returns the logs of the step, or `None` to run the
-            step after it. (A callback's own `model` would sync JAX's state back.)
     """
     model.train_function = _ReplacedStep(model, step)
 
@@ -307,3 +270,24 @@ def is_traced_for_xla():
 
     graph = tf.compat.v1.get_default_graph()
     return control_flow_util.GraphOrParentsInXlaContext(graph)
+
+
+# === Distillation ===
+
+
+def before_compiling_distillers(check):
+    """Call `check` with each `keras.distillation.Distiller` before it compiles.
+
+    Its training leaves out the losses of a student's layers.
+    Would be replaced by: `Distiller.compute_loss` that adds `losses`.
+    """
+    compile_ = keras.distillation.Distiller.compile
+
+    @functools.wraps(compile_)
+    def checked(self, *args, **kwargs):
+        # Not one that has another loss
+        if type(self).compute_loss is keras.distillation.Distiller.compute_loss:
+            check(self)
+        return compile_(self, *args, **kwargs)
+
+    keras.distillation.Distiller.compile = checked

@@ -20,16 +20,10 @@ def is_functional(model):
 def sublayers(model):
     """Yield `(path, layer, parent)` of all layers in a model, parents first, in order.
 
-    The order is that in which a layer got its parts; of a functional model that of its
-    graph. (`flatten_layers` reverses the parts of each layer.) A layer that is used in
-    several places comes once.
+    Parts of a layer come in the order in which it got them, layers of a functional
+    model in the order of its graph, and a layer that is used in several places once.
+    Paths are names below the model with `/` between them.
     Would be replaced by: a public `keras.Layer.flatten_layers()` in that order.
-
-    Args:
-        model: `keras.Layer`.
-
-    Yields:
-        Path, str of the names below the model with `/` between them; layer; parent.
     """
     seen = {id(model)}
 
@@ -48,12 +42,8 @@ def sublayers(model):
 def sublayer(parent, name):
     """Return the part of a layer with a name, or in an attribute; `None` without one.
 
+    The attribute may have an underscore before the name.
     Would be replaced by: a public dict of the sublayers of a layer.
-
-    Args:
-        parent: `keras.Layer`.
-        name: str, the name of the part, or that of an attribute, with or without an
-            underscore before it.
     """
     for layer in parent._layers:
         if layer.name == name:
@@ -66,18 +56,11 @@ def sublayer(parent, name):
 
 
 def replace_sublayer(parent, old, new):
-    """Put a layer in the place of a part of a built layer, whose `call` then uses it.
+    """Replace a part of a built layer, in an attribute or in a list in one.
 
+    The `call` of `parent`, which is no functional model, then uses the new one.
     Would be replaced by: sublayers that can be set in a built layer, as
     https://github.com/keras-team/keras/issues/18601 proposes.
-
-    Args:
-        parent: `keras.Layer` that is no functional model.
-        old: the part, in an attribute or in a list in one.
-        new: `keras.Layer`.
-
-    Raises:
-        ValueError: if no attribute has the part.
     """
     tracker = parent._tracker
     was_locked = tracker.locked
@@ -100,8 +83,8 @@ def replace_sublayer(parent, old, new):
             tracker.lock()
     if not found:
         raise ValueError(
-            f"The layer {parent.path!r} has no attribute with the part that is to be "
-            f"replaced. Received: {old.path!r}. Name a layer around it."
+            f"The layer {parent.path!r} must have an attribute with the part that is "
+            f"to be replaced. Received: {old.path!r}. Name a layer around it."
         )
 
 
@@ -143,10 +126,9 @@ def call_symbolically(model, inputs, around=None, start=None, parts=None):
         model: built `keras.Layer`; or a callable, with `parts`.
         inputs: `keras.KerasTensor` of known sizes, or a structure of them.
         around: dict from ids of layers in the model to callables
-            `(call, inputs, *args, **kwargs)`, each of which is called in the place of
-            its layer's `call`.
-        start: callable for the start of the call, of each if there are several:
-            PyTorch computes with numbers where it cannot without.
+            `(call, inputs, *args, **kwargs)`, called in place of the layer's `call`.
+        start: callable for the start of each call: PyTorch computes with numbers where
+            it cannot without.
         parts: the layers that a callable calls. Defaults to those of the layer.
     """
     around = around or {}

@@ -15,12 +15,8 @@ class Weights(torch.nn.Module):
     """The weights of a layer with all its parts, as parameters of a PyTorch module.
 
     They are looked up whenever PyTorch asks: LoRA, quantization and `build` change
-    them. Their names have no counters of the process, so that a `state_dict` fits other
-    instances.
+    them. Their names have no counters, so that a `state_dict` fits other instances.
     Would be replaced by: Keras registering sublayers as modules, and weights by name.
-
-    Args:
-        layer: `keras.Layer`.
     """
 
     def __init__(self, layer):
@@ -76,9 +72,9 @@ class Weights(torch.nn.Module):
                 name = str(dtype).removeprefix("torch.")
                 mixed = f" or 'mixed_{name}'" if name.endswith("float16") else ""
                 raise ValueError(
-                    "`.to(dtype)`, `.half()`, `.double()` and the like do not change "
-                    "the dtype of a Keras layer, which computes in that of its policy. "
-                    f"Received: {dtype} for the layer {self.layer.name!r} of "
+                    "A Keras layer computes in the dtype of its policy, which `.to`, "
+                    "`.half` and `.double` do not change. Received: "
+                    f"{dtype} for the layer {self.layer.name!r} of "
                     f"dtype={policy.name!r}. Create the layer with "
                     f"`dtype={name!r}`{mixed}; `.to(device)` moves it."
                 )
@@ -99,13 +95,10 @@ class Weights(torch.nn.Module):
 def register(cls):
     """Let layers of a class, and those around them, list their weights as `Weights`.
 
-    Keras lists those of each layer once, by paths: of two weights of equal paths one is
-    lost, LoRA factors are missing in the lists of the layers around, and a weight is
-    in the lists of all of them.
+    Keras lists the weights of each layer once, by paths: of two weights of equal paths
+    one is lost, LoRA factors are missing in the lists of the layers around, and each
+    weight is in the lists of all of them.
     Would be replaced by: as for `Weights`.
-
-    Args:
-        cls: subclass of `keras.Layer`.
     """
     track = TorchLayer._track_variables
 

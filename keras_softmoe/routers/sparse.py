@@ -10,8 +10,8 @@ import numpy as np
 from keras import ops
 
 from keras_softmoe.checks import check_choice, check_names, keyword_names, quote
-from keras_softmoe.keras_adapter.distillation import before_compiling_distillers
 from keras_softmoe.keras_adapter.layers import flatten_layers
+from keras_softmoe.keras_adapter.runs import before_compiling_distillers
 from keras_softmoe.ops import SlotRouting
 from keras_softmoe.ops.assignment import gates_of_slots
 from keras_softmoe.ops.numbers import normal_like

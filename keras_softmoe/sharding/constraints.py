@@ -1,10 +1,11 @@
 """Layouts of tensors inside a layer under an active distribution.
 
-A distribution of `keras.distribution` may define layouts for tensors inside a layer by
-a path, as for variables. The layers of this library use some, so that tokens are sent
-to the experts and not experts to the tokens. Without a distribution, or without a
-layout for the path, these functions return their input.
+A distribution of Keras may define layouts for tensors inside a layer by a path, as for
+variables. Our layers use some, so that tokens are sent to the experts and not experts
+to the tokens. Without a layout for the path these functions return their input.
 """
+
+import math
 
 import keras
 from keras import ops
@@ -13,24 +14,17 @@ from keras import ops
 def is_distributed():
     """Return whether a distribution is active, so that tensors may be sharded.
 
-    Some functions of `ops` then compute the same result in another way
-    (`sharded=True`), for which the compiler sees that no data of other devices are
-    needed.
+    Some functions of `ops` then compute the same result in a way (`sharded=True`) that
+    shows the compiler that no data of other devices are needed.
     """
     return keras.distribution.distribution() is not None
 
 
 def constrain(tensor, path):
-    """Shard a tensor by the layout of the active distribution.
+    """Return a tensor of a known shape, sharded by the active distribution.
 
-    Args:
-        tensor: tensor of a known shape.
-        path: str, the path of the layer, a slash and the name of the tensor. The layout
-            of this path is that of the tensor. An axis that is not divisible by its
-            devices is replicated.
-
-    Returns:
-        The tensor.
+    `path` finds its layout: the path of the layer, a slash and a name. An axis that is
+    not divisible by its devices is replicated.
     """
     layout = layout_of(path)
     if layout is None or not all(isinstance(n, int) for n in tensor.shape):
@@ -47,15 +41,13 @@ def constrain(tensor, path):
 def replicate(tensor, axis, path):
     """Replicate a tensor that is sharded along an axis, by a sum instead of a gather.
 
-    Each device adds its own shard to zeros. For small tensors only: it moves twice the
-    bytes of a gather. But it is an all-reduce, like the sums of gradients, and so an
-    all-gather in a compiled step always means that something is wrong.
+    Each device adds its own shard to zeros. That moves twice the bytes of a gather, but
+    an all-gather in a compiled step then always means that something is wrong.
 
     Args:
-        tensor: tensor of a known shape.
+        tensor: small tensor of a known shape.
         axis: int, the sharded axis, not negative.
-        path: str, the path of the layout of the replicated tensor in the active
-            distribution.
+        path: str, path of the layout of the replicated tensor.
 
     Returns:
         A tensor equal to the one given.
@@ -80,20 +72,14 @@ def layout_of(path):
 def num_shards(device_mesh, axis):
     """Return the number of shards along an axis of a tensor.
 
-    Args:
-        device_mesh: `keras.distribution.DeviceMesh`.
-        axis: str, the axis of the mesh that shards it, a tuple of several (the product
-            of their sizes), or `None` (1).
+    `axis` is the axis of the mesh that shards it, a tuple of several, or `None`.
     """
     names = axis if isinstance(axis, tuple) else (axis,)
     sizes = dict(zip(device_mesh.axis_names, device_mesh.shape, strict=True))
-    shards = 1
-    for name in names:
-        shards *= 1 if name is None else sizes[name]
-    return shards
+    return math.prod(1 if name is None else sizes[name] for name in names)
 
 
-# Checks by the distributions of this library. Those of Keras have no such methods.
+# Checks by the distributions of this library, without effect under those of Keras.
 
 
 def check_divides_experts(num_experts):

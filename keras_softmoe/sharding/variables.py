@@ -1,9 +1,8 @@
 """Reading and writing variables that are sharded over devices and processes.
 
-A file holds replicated variables. Where no process has all shards of a variable, all
-processes together gather one variable after the other for the process that writes. In
-reading a file, each device gets its shard, and a process reads only the shards of its
-devices.
+A file holds whole variables. Where no process has all shards of a variable, all
+processes together gather one variable after the other for the process that writes. A
+process reads only the shards of its devices.
 """
 
 import contextlib
@@ -19,10 +18,7 @@ import numpy as np
 
 from keras_softmoe.keras_adapter.layers import is_initialized
 
-# Bytes that HDF5 needs besides the numbers.
-_OVERHEAD, _OVERHEAD_OF_VARIABLE = 1 << 14, 1 << 12
-
-# Whether variables are read through a `_Reader`.
+# True where variables are read through a `_Reader`.
 _IS_READING = contextvars.ContextVar("variables_are_read", default=False)
 
 
@@ -45,8 +41,7 @@ def failed_processes(is_well):
 def answers_of_all(answer):
     """Return a list of the answers of all processes; all must call this.
 
-    Args:
-        answer: float; on PyTorch any object.
+    `answer` is a float, on PyTorch any object.
     """
     count = num_processes()
     if count == 1:
@@ -89,8 +84,7 @@ def gather(value):
 def gather_rows(rows):
     """Return the rows of a step of `predict` of all processes; all must call this.
 
-    Args:
-        rows: tensor with the rows of this process, which on JAX is one of all rows.
+    `rows` is a tensor with the rows of this process, on JAX with all of them.
     """
     if keras.backend.backend() != "torch":
         return gather(rows)
@@ -107,25 +101,23 @@ def gather_rows(rows):
 
 def room_for(variables):
     """Return the approximate size in bytes of an HDF5 file of variables, an int."""
-    return _OVERHEAD + sum(
-        _OVERHEAD_OF_VARIABLE
-        + math.prod(v.shape)
-        * np.dtype(keras.backend.standardize_dtype(v.dtype)).itemsize
-        for v in variables
-    )
+    total = 1 << 14  # HDF5 needs some bytes besides the numbers.
+    for variable in variables:
+        dtype = np.dtype(keras.backend.standardize_dtype(variable.dtype))
+        total += (1 << 12) + math.prod(variable.shape) * dtype.itemsize
+    return total
 
 
 def save_in_one_process(save, target):
     """Write variables to files in process 0, gathering shards from all processes.
 
-    Every process has to call this with the same model. If the writer fails, all of
-    them raise.
+    Every process has to call this with the same model. If the writer fails, all raise.
 
     Args:
         save: callable that takes a path (str) and writes a file or a directory there.
             It may read any variables, in an order that does not depend on their values.
-        target: callable that returns a context manager, which yields the path. It is
-            called in the process that writes.
+        target: callable that returns a context manager, which yields the path, in the
+            process that writes.
     """
     if num_processes() == 1 or _IS_READING.get():
         with target() as path:
@@ -151,8 +143,7 @@ def save_in_one_process(save, target):
         raise failure
     if failed:
         raise RuntimeError(
-            f"Process {failed[0]} could not write the files, see its error. Nothing "
-            "was changed on the disk."
+            f"Process {failed[0]} could not write the files, see its error."
         )
 
 
@@ -162,10 +153,8 @@ def load_shards(model, filepath, layers, load):
     Args:
         model: `keras.Model`.
         filepath: str or path, `*.weights.h5` or `*.weights.json`.
-        layers: list of layers. If some of their variables are sharded, all of them are
-            read shard by shard.
-        load: callable that loads all weights. It takes `objects_to_skip`, a list of
-            layers to leave out.
+        layers: list of layers whose variables may be sharded.
+        load: callable that loads all weights but those of `objects_to_skip`, layers.
     """
     variables = [variable for layer in layers for variable in layer.variables]
     if any(map(is_sharded, variables)):
@@ -180,15 +169,7 @@ def load_shards(model, filepath, layers, load):
 
 
 def assign_shards(variable, dataset):
-    """Read a variable from a file, one shard for each device.
-
-    Args:
-        variable: `keras.Variable` whose value is sharded.
-        dataset: `h5py.Dataset` of its shape.
-
-    Raises:
-        ValueError: if the dataset has another shape.
-    """
+    """Read a sharded variable from an `h5py.Dataset`, one shard for each device."""
     if tuple(dataset.shape) != tuple(variable.shape):
         raise ValueError(
             "A file does not fit the model. Received: shape="
@@ -239,27 +220,22 @@ def _index_of_shard(value):
 
 @contextlib.contextmanager
 def _find_datasets(model, filepath, variables):
-    """Find variables of a model in a file of its weights.
-
-    Args:
-        model: `keras.Model`.
-        filepath: str or path, `*.weights.h5`, or `*.weights.json` of several such
-            files.
-        variables: list of `keras.Variable`.
-
-    Yields:
-        list with the `h5py.Dataset` of each variable, `None` for one that is missing.
-    """
+    """Yield the `h5py.Dataset` of each variable in a file of weights, or `None`."""
     # A file of the same structure, with numbers in place of arrays, gives the names.
     with tempfile.TemporaryDirectory() as directory:
         path = str(Path(directory, "numbers.weights.h5"))
         numbered = []
         with _Reader(_numbers(numbered, every=True)):
             keras.saving.save_weights(model, path)
-        names = {}
+        name_of = {}
+
+        def note(name, item):
+            is_number = isinstance(item, h5py.Dataset) and item.shape == ()
+            if is_number and item.dtype == "int64":
+                name_of[id(numbered[int(item[()])])] = name
+
         with h5py.File(path) as file:
-            file.visititems(lambda name, item: _note(names, name, item))
-    name_of = {id(numbered[number]): name for number, name in names.items()}
+            file.visititems(note)
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(h5py.File(p)) for p in weight_files(filepath)]
         found = []
@@ -271,11 +247,7 @@ def _find_datasets(model, filepath, variables):
 
 
 def weight_files(filepath):
-    """Return the files of weights: the path itself, or its parts if it is split.
-
-    Args:
-        filepath: str or path, `*.weights.h5` or `*.weights.json`.
-    """
+    """Return the files of weights: the path itself, or its parts if it is split."""
     filepath = Path(filepath)
     if filepath.suffix != ".json":
         return [filepath]
@@ -283,17 +255,8 @@ def weight_files(filepath):
     return sorted(filepath.parent.glob(f"{filepath.name.split('.')[0]}_*.weights.h5"))
 
 
-def _note(names, name, item):
-    if isinstance(item, h5py.Dataset) and item.shape == () and item.dtype == "int64":
-        names[int(item[()])] = name
-
-
 class _Reader(keras.StatelessScope):
-    """Scope in which a function gives the values of variables.
-
-    Args:
-        read: callable from a `keras.Variable` to an array, or `None` for its own value.
-    """
+    """Context in which `read(variable)` gives the values, or `None` for its own."""
 
     def __init__(self, read):
         super().__init__()
@@ -341,8 +304,8 @@ def _gathered(pending):
         value = gather(expected.value)
         if expected is not variable:
             raise RuntimeError(
-                "Variables were read in another order than before, so processes cannot "
-                f"work together. Received: {variable.path!r} for {expected.path!r}."
+                "Processes must read variables in the same order. Received: "
+                f"{variable.path!r} for {expected.path!r}."
             )
         return value
 
@@ -367,8 +330,7 @@ def _processes():
         import jax
 
         return jax.process_count(), jax.process_index()
-    # On PyTorch several processes may also train replicas without a distribution: each
-    # of them has a whole model then.
+    # On PyTorch processes may also train replicas without a distribution: whole models.
     if backend == "torch" and keras.distribution.distribution() is not None:
         import torch.distributed
 

@@ -28,10 +28,10 @@ from keras_softmoe.training.optimizers import (
 )
 from keras_softmoe.training.paper_recipes import recipe as recipe, recipes as recipes
 from keras_softmoe.training.pipeline import Augmentation as Augmentation
-from keras_softmoe.training.pretraining_loss import (
+from keras_softmoe.training.pretraining import (
+    PrecisionAt1 as PrecisionAt1,
     SigmoidCrossentropy as SigmoidCrossentropy,
 )
-from keras_softmoe.training.pretraining_metric import PrecisionAt1 as PrecisionAt1
 from keras_softmoe.training.recipe_settings import Recipe as Recipe
 from keras_softmoe.training.schedules import WarmupSchedule as WarmupSchedule
 from keras_softmoe.training.soups import greedy_soup as greedy_soup

@@ -8,14 +8,11 @@ from keras import ops
 class Distiller(keras.distillation.Distiller):
     """`keras.distillation.Distiller` that also trains the student's balancing losses.
 
-    The class of Keras leaves out whatever the layers of a student add to the loss, the
-    balancing losses of routers and weight regularizers: experts would soon be unused.
-    Here they are added as in `fit` of the student, whatever `student_loss_weight` is.
+    The class of Keras leaves out the losses that the student's layers add, so experts
+    would soon be unused. Here they are added as in `fit` of the student, whatever
+    `student_loss_weight` is. In the history they are part of `loss`, not `total_loss`.
 
-    In the history `loss` has them, and `total_loss` is the loss of Keras' class. Models
-    are called without their preprocessors: pass preprocessed images. For losses of
-    `FeatureDistillation` on inner layers Keras calls the student twice in each step, so
-    a router with a `bias_update_rate` moves its bias twice.
+    Models are called without their preprocessors: pass preprocessed images.
 
     Args:
         teacher: built `keras.Model`, which is frozen.
@@ -42,8 +39,7 @@ class Distiller(keras.distillation.Distiller):
     ):
         if y_pred is None:
             y_pred = self(x, training=training)
-        # Before the call of the teacher, whose losses do not count, and perhaps another
-        # call of the student
+        # Before Keras calls the teacher, and perhaps the student again.
         added = [ops.sum(loss) for loss in self.losses]
         loss = super().compute_loss(x, y, y_pred, sample_weight, training)
         return sum((ops.cast(a, loss.dtype) for a in added), start=loss)

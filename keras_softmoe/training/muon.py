@@ -12,15 +12,14 @@ from keras_softmoe.keras_adapter.optimizers import MuonByShape
 class Muon(MuonByShape, keras.optimizers.Muon):
     """`keras.optimizers.Muon` that orthogonalizes the update of each expert.
 
-    The class of Keras takes Muon for matrices and AdamW for all else: also for banks of
-    experts, kernels of shape `(E, D, H)`, which are most weights of a model. Here the
-    update of each expert is that of a matrix `(D, H)`, as if it were a layer of its
-    own. Biases of experts are left to AdamW, like other biases.
+    The class of Keras uses AdamW for all that is no matrix, also for the experts'
+    kernels `(E, D, H)`. Here each expert is updated as a matrix `(D, H)`. Biases of
+    experts are left to AdamW, like other biases.
 
     Args:
         learning_rate: float or schedule.
-        expert_layers: str, regular expression that finds the variables whose first axis
-            is that of experts in their paths.
+        expert_layers: str, regular expression for the paths of variables with a first
+            axis of experts.
         **kwargs: as in `keras.optimizers.Muon`. Name the layers to be left to AdamW,
             such as the last one: `exclude_layers=["predictions"]`.
 
@@ -41,7 +40,7 @@ class Muon(MuonByShape, keras.optimizers.Muon):
         self.expert_layers = expert_layers
 
     def shape_of(self, variable: keras.Variable) -> tuple:
-        """Return the shape by which a variable is a matrix or not."""
+        """Return the shape that decides whether a variable is a matrix."""
         shape = tuple(variable.shape)
         if not re.search(self.expert_layers, variable.path):
             return shape
@@ -51,7 +50,7 @@ class Muon(MuonByShape, keras.optimizers.Muon):
     def lr_adjust(self, x):
         if self.rms_rate is None:
             return x
-        # Of the last two axes; Keras takes the first two.
+        # Of the last two axes; Keras uses the first two.
         return x * max(x.shape[-2:]) ** 0.5 * self.rms_rate
 
     def get_config(self):

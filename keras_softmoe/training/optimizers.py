@@ -1,9 +1,9 @@
 """Adam, SGD and Adafactor as in the papers' released training code.
 
 `global_clipnorm`, `clipvalue`, `clipnorm`, `gradient_accumulation_steps` and
-`weight_decay` (one rate for all variables, times the learning rate) are those of Keras
-and give the same numbers. Keras lacks the features of `ByVariable`, the papers' order
-of operations, and an Adafactor with momentum.
+`weight_decay` (one rate for all variables, times the learning rate) work as in Keras,
+which lacks the features of `ByVariable`, the papers' order of operations, and an
+Adafactor with momentum.
 """
 
 from collections.abc import Sequence
@@ -15,43 +15,34 @@ from keras import ops
 from keras_softmoe.checks import check_choice, check_numbers
 from keras_softmoe.keras_adapter.optimizers import index_of
 from keras_softmoe.ops.numbers import smallest
-from keras_softmoe.training.one_pass import adam_in_one_pass
 from keras_softmoe.training.optimizer_base import ByVariable, weight_of_all
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class Adam(ByVariable, keras.optimizers.Optimizer):
-    """Adam, with weight decay and gradient scale by variable.
+    """Adam with weight decay by variable.
 
-    Differs from `keras.optimizers.Adam` in two more points. `epsilon` is added to the
-    root of the bias-corrected second moment, as in the Adam paper (algorithm 1): that
-    of Keras is `1 / sqrt(1 - beta_2 ** step)` times as large, 32 times at the first
-    step. And the average of `use_ema=True` is not biased to the first step.
+    In contrast to `keras.optimizers.Adam`, `epsilon` is added to the root of the
+    bias-corrected second moment (the Adam paper's algorithm 1), and the average of
+    `use_ema=True` is not biased to the first step.
 
     Args:
         learning_rate: float or schedule.
         beta_1: float, decay of the first moment.
         beta_2: float, decay of the second moment.
-        epsilon: float, see above. Float16 has none that small: of weights of that
-            dtype it is at least 6e-5.
+        epsilon: float, see above. For weights in float16 it is at least 6e-5.
         weight_decay_rules: optional list of `(pattern, rate)`. A step subtracts
             `learning_rate * rate * variable` with the rate of the first pattern that
-            `re.search` finds in the variable's path; without a match the variable does
-            not decay. Paths: `[v.path for v in model.trainable_variables]`.
-        gradient_scale_rules: optional list of `(pattern, factor)`, matched in the same
-            way: the gradient is multiplied with the factor before it is clipped.
-        momentum_dtype: `"bfloat16"`, which halves the memory of the first moment, or
-            `None` for the dtype of the variables. The second moment always has that:
-            bfloat16 would round its small steps away.
+            `re.search` finds in `variable.path`; without a match there is no decay.
+        momentum_dtype: `"bfloat16"` for the first moment, or `None` for the dtype of
+            the variables, which the second moment always has.
         **kwargs: arguments of `keras.optimizers.Optimizer`, such as `weight_decay` (one
             rate for all variables, in place of the rules), `clipnorm`, `clipvalue`,
             `global_clipnorm`, `use_ema`, `ema_momentum` (1 is the mean of all steps)
             and `gradient_accumulation_steps`.
 
     Raises:
-        ValueError: if a rule is not a pair of a valid pattern and a number of at least
-            0, both `weight_decay` and `weight_decay_rules` are given, or
-            `momentum_dtype` is another.
+        ValueError: if a rule is not a pair, or both kinds of weight decay are given.
 
     Source: V-MoE, table 6 and appendices B.3 (decay 0.03 for kernels, 3 for the head;
     first moments in half precision) and B.4 (debiased Polyak averaging).
@@ -72,17 +63,11 @@ class Adam(ByVariable, keras.optimizers.Optimizer):
         beta_2: float = 0.999,
         epsilon: float = 1e-8,
         weight_decay_rules: Sequence | None = None,
-        gradient_scale_rules: Sequence | None = None,
         momentum_dtype: str | None = None,
         **kwargs,
     ):
         check_choice("momentum_dtype", momentum_dtype, (None, "bfloat16"))
-        super().__init__(
-            weight_decay_rules=weight_decay_rules,
-            gradient_scale_rules=gradient_scale_rules,
-            learning_rate=learning_rate,
-            **kwargs,
-        )
+        super().__init__(weight_decay_rules, learning_rate=learning_rate, **kwargs)
         self.beta_1 = beta_1
         self.beta_2 = beta_2
         self.epsilon = epsilon
@@ -109,15 +94,18 @@ class Adam(ByVariable, keras.optimizers.Optimizer):
         # In float16 an epsilon of 1e-8 would be zero.
         epsilon = max(self.epsilon, smallest(dtype))
         gradient = ops.cast(gradient, dtype)
-        known = {
-            "steps": self.iterations,
-            "rate": learning_rate,
-            "betas": (self.beta_1, self.beta_2),
-            "epsilon": epsilon,
-            "decay": self.decay_rate(variable),
-        }
-        if adam_in_one_pass(variable, gradient, momentum, velocity, **known):
-            return
+        if keras.backend.backend() == "torch":
+            tensors = [
+                variable.value.data,
+                gradient,
+                momentum.value.data,
+                velocity.value.data,
+            ]
+            if _can_fuse(tensors):
+                self._fused_step(
+                    tensors, learning_rate, self.decay_rate(variable), epsilon
+                )
+                return
         self.decay_variable(variable, learning_rate)
         mean = ops.cast(momentum, dtype)
         mean = mean + (gradient - mean) * (1.0 - self.beta_1)
@@ -125,12 +113,34 @@ class Adam(ByVariable, keras.optimizers.Optimizer):
         self.assign_add(
             velocity, (ops.square(gradient) - velocity) * (1.0 - self.beta_2)
         )
-        # In float32 whatever the variables are: bfloat16 takes 0.999 for 1.
+        # In float32 whatever the variables are: bfloat16 rounds 0.999 to 1.
         steps = ops.cast(self.iterations, "float32") + 1.0
         rate = learning_rate / weight_of_all(steps, self.beta_1)
         root = ops.sqrt(velocity / ops.cast(weight_of_all(steps, self.beta_2), dtype))
         step = ops.cast(rate, dtype) * mean / (root + epsilon)
         self.assign_sub(variable, step)
+
+    def _fused_step(self, tensors, learning_rate, decay, epsilon):
+        """Update PyTorch tensors in place, in one pass.
+
+        Operation by operation, PyTorch writes half a dozen arrays of the size of the
+        experts' kernels into new memory. The compilers of the other backends do not.
+        """
+        from torch.optim.adamw import adamw
+
+        adamw(
+            *([x] for x in tensors),
+            max_exp_avg_sqs=[],
+            state_steps=[ops.cast(self.iterations, "float32")],
+            fused=True,
+            amsgrad=False,
+            beta1=self.beta_1,
+            beta2=self.beta_2,
+            lr=ops.convert_to_tensor(learning_rate),
+            weight_decay=decay,
+            eps=epsilon,
+            maximize=False,
+        )
 
     def get_config(self):
         return {
@@ -142,27 +152,40 @@ class Adam(ByVariable, keras.optimizers.Optimizer):
         }
 
 
+def _can_fuse(tensors):
+    """Return whether PyTorch has a fused step of Adam for these tensors."""
+    import torch
+
+    # A tensor spread over devices has a type of its own. Transposed gradients would be
+    # read in the wrong order.
+    return not torch.compiler.is_compiling() and all(
+        type(x) is torch.Tensor
+        and x.dtype in (torch.float32, torch.float64)
+        and x.dtype == tensors[0].dtype
+        and x.device.type in ("cpu", "cuda")
+        and x.is_contiguous()
+        for x in tensors
+    )
+
+
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class SGD(ByVariable, keras.optimizers.SGD):
-    """SGD with momentum, with weight decay and gradient scale by variable.
+    """SGD with momentum and weight decay by variable.
 
-    Differs from `keras.optimizers.SGD` in two more points. The learning rate scales the
-    step, not the gradient that enters the momentum: `m = momentum * m + gradient;
-    variable -= learning_rate * m`. The two are equal at a constant rate; when it
-    changes, Keras still takes steps at past rates. And the average of `use_ema=True` is
-    not biased to the first step.
+    In contrast to `keras.optimizers.SGD`, the learning rate scales the step and not the
+    gradient that enters the momentum: `m = momentum * m + gradient; variable -=
+    learning_rate * m`, so that a new rate holds at once. And the average of
+    `use_ema=True` is not biased to the first step.
 
     Args:
         learning_rate: float or schedule.
         momentum: float from 0 to 1.
         nesterov: bool, whether to apply Nesterov momentum.
         weight_decay_rules: see `Adam`.
-        gradient_scale_rules: see `Adam`.
         **kwargs: see `Adam`.
 
     Raises:
-        ValueError: if a rule is not a pair of a valid pattern and a number of at least
-            0, or both `weight_decay` and `weight_decay_rules` are given.
+        ValueError: as for `Adam`.
 
     Source: V-MoE, section 3.5 and appendix B.4, which follow the Vision Transformer's
     fine-tuning; order of operations from its released code.
@@ -179,12 +202,10 @@ class SGD(ByVariable, keras.optimizers.SGD):
         momentum: float = 0.0,
         nesterov: bool = False,
         weight_decay_rules: Sequence | None = None,
-        gradient_scale_rules: Sequence | None = None,
         **kwargs,
     ):
         super().__init__(
-            weight_decay_rules=weight_decay_rules,
-            gradient_scale_rules=gradient_scale_rules,
+            weight_decay_rules,
             learning_rate=learning_rate,
             momentum=momentum,
             nesterov=nesterov,
@@ -207,23 +228,10 @@ class Adafactor(ByVariable, keras.optimizers.Optimizer):
 
     A gradient is divided by the root of an average of its squares, and a step is an
     average of such quotients. A matrix keeps only the means of the squares in its rows
-    and columns, so the state takes little more than 2 bytes for each weight; Adam's
-    takes 8.
-
-    `keras.optimizers.Adafactor` is that of Shazeer and Stern 2018. LIMoE and V-MoE-15B
-    train with that of ViT-G, which differs:
-
-    - It has a momentum in bfloat16, which starts from zeros and is not debiased.
-    - The learning rate alone scales a step. Keras multiplies it with the root mean
-      square of the variable (at least 0.001), limits the rate to `1 / sqrt(step)`, and
-      clips a step to a root mean square of 1.
-    - The decay of the squares is `1 - step ** -0.8`, at most 0.999.
-    - The two largest axes of a variable are factored, if both are 32 or longer. Keras
-      always factors the last two, and keeps a full-size average beside their means.
-
-    The papers name their source ("the same modifications used for ViT-G"); the numbers
-    and the rule of the two largest axes are from the released code. All is computed in
-    float32, whatever the dtype of the variables.
+    and columns, so the state needs about 2 bytes per weight; Adam's needs 8. Unlike
+    `keras.optimizers.Adafactor` (Shazeer and Stern 2018) it has a momentum, scales a
+    step by the learning rate alone, and factors the two largest axes of a variable. It
+    is computed in float32.
 
     Args:
         learning_rate: float or schedule.
@@ -235,16 +243,13 @@ class Adafactor(ByVariable, keras.optimizers.Optimizer):
             all their squares.
         momentum_dtype: `"bfloat16"` or `"float32"`, dtype of the momentum.
         weight_decay_rules: see `Adam`.
-        gradient_scale_rules: see `Adam`.
         **kwargs: see `Adam`.
 
     Raises:
-        ValueError: if a number is out of range, `momentum_dtype` is another, a rule is
-            not a pair of a valid pattern and a number of at least 0, or both
-            `weight_decay` and `weight_decay_rules` are given.
+        ValueError: if a number is out of range, or as for `Adam`.
 
     Source: LIMoE, appendix A; V-MoE, table 6 and appendix B.3. Both follow Zhai et al.
-    2022 (Scaling Vision Transformers), section 3.4.
+    2022 (Scaling Vision Transformers), section 3.4. Numbers from the released code.
 
     Examples:
         >>> optimizer = ksm.training.Adafactor(
@@ -263,18 +268,12 @@ class Adafactor(ByVariable, keras.optimizers.Optimizer):
         min_dim_size_to_factor: int = 32,
         momentum_dtype: str = "bfloat16",
         weight_decay_rules: Sequence | None = None,
-        gradient_scale_rules: Sequence | None = None,
         **kwargs,
     ):
         check_numbers(least=0, under=1, beta_1=beta_1, max_beta_2=max_beta_2)
         check_numbers(under=0, beta_2_decay=beta_2_decay)
         check_choice("momentum_dtype", momentum_dtype, ("bfloat16", "float32"))
-        super().__init__(
-            weight_decay_rules=weight_decay_rules,
-            gradient_scale_rules=gradient_scale_rules,
-            learning_rate=learning_rate,
-            **kwargs,
-        )
+        super().__init__(weight_decay_rules, learning_rate=learning_rate, **kwargs)
         self.beta_1 = beta_1
         self.beta_2_decay = beta_2_decay
         self.max_beta_2 = max_beta_2

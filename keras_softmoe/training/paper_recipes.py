@@ -1,34 +1,29 @@
-"""The recipes of the papers, one row each. Texts: `docs/concepts/recipes.md`.
+"""The recipes of the papers, one row each.
 
-A row has the papers' numbers. The comment above it gives data, cost and result, and
-the numbers that no paper states.
+A row has the papers' numbers. The comment above it names the numbers that no paper
+states. Data, cost and results are in `docs/concepts/recipes.md`.
 """
 
 import dataclasses
 
-from keras_softmoe.checks import check_names, did_you_mean, quote
+from keras_softmoe.checks import check_names, did_you_mean, received
 from keras_softmoe.training.recipe_settings import Recipe
 
-# Paths of variables, for the rules of weight decay. The kernels are those of attention,
-# MLPs, experts, sparse routers, patches, projections and head.
+# Paths of variables, for the rules of weight decay. Attention, MLPs, experts, sparse
+# routers, patches, projections and head have kernels.
 _KERNELS = "kernel$"
-_HEAD_KERNEL = "predictions/kernel$"
-_SOFT_ROUTER_SCALE = "router/scale$"
 _HEAD_AND_KERNELS = (
-    (_HEAD_KERNEL, 3.0),
+    ("predictions/kernel$", 3.0),
     (_KERNELS, 0.03),
-    (_SOFT_ROUTER_SCALE, 0.03),
+    ("router/scale$", 0.03),
 )
 
 # For evaluation: the middle square of 224 of 256 pixels.
 _CENTRAL_CROP = 224 / 256
 
-# Data: JFT-300M, 305 million images with any number of 18,291 classes, never released.
-# Cost and result, experts in every second block (TPUv3 core-days, ImageNet 10-shot):
-# S/32: 17.6 days, 54.97 %; B/16: 201.4, 72.50 %; L/16: 1,206, 79.01 %; H/14: 3,477,
-# 80.33 %. The row is B/16 (7 epochs); other models have other steps and peaks.
-# From the Vision Transformer's setup, to which the paper points: batch and warmup. From
-# released code: the loss, the end of the schedule, the augmentation.
+# V-MoE-B/16; other models have other steps and peaks. From the Vision Transformer's
+# setup, to which the paper points: batch and warmup. From released code: the loss, the
+# end of the schedule, the augmentation.
 _VMOE = Recipe(
     steps=521_000,
     batch_size=4096,
@@ -41,12 +36,8 @@ _VMOE = Recipe(
     source="V-MoE, appendices B.2 and C.3, tables 6 and 8",
 )
 
-# Data: JFT-4B, 4 billion images with any number of 29,593 classes, never released.
-# Cost and result of longer runs (TPUv3-days, ImageNet 10-shot): S/14 with 256 experts:
-# 10 million steps, 495 days, 80.6 %; B/16 with 128: 9 million, 1,011, 82.9 %; L/16 with
-# 128: 4 million, 1,355, 84.3 %. The row is that of section 3.3's 106 models.
-# From released code, since the paper is silent: optimizer, peak, warmup, timescale,
-# weight decay and loss.
+# Section 3.3's 106 models. From released code, since the paper is silent: optimizer,
+# peak, warmup, timescale, weight decay and loss.
 _SOFT_MOE = Recipe(
     steps=300_000,
     batch_size=4096,
@@ -61,10 +52,8 @@ _SOFT_MOE = Recipe(
     source="Soft MoE, sections 3.3 and 3.4, appendices E and J",
 )
 
-# Data: JFT-3B, almost 3 billion images of 30,000 classes, never released; just under 4
-# epochs. Cost: 16,800 TPUv3 core-days. Result: ImageNet 5-shot 82.78 %, fine-tuned
-# 90.35 %. Chosen here: all other numbers are those of Soft MoE's recipe, which has such
-# a schedule and the same weight decay.
+# Chosen here: all other numbers are Soft MoE's, whose recipe has the same kind of
+# schedule and weight decay.
 _VMOE_15B = dataclasses.replace(
     _SOFT_MOE,
     steps=2_900_000,
@@ -75,10 +64,7 @@ _VMOE_15B = dataclasses.replace(
     source="V-MoE, section 3.6, table 6 and appendix B.3",
 )
 
-# Data: ILSVRC2012, 99 % of the 1,281,167 training images, 300 epochs; the last 1 %
-# validates. Cost: V-MoE-S/32, 8 experts, Last 2: 5 h 50 min on a TPUv3-32. Result, of
-# the same model: 73.1 % on the 50,000 validation images. No paper trains so: all
-# numbers are those of the released code.
+# In no paper: all numbers come from the released code.
 _IMAGENET = Recipe(
     steps=46_448,
     batch_size=8192,
@@ -93,11 +79,9 @@ _IMAGENET = Recipe(
     source="V-MoE's released code (vmoe_s32_last2_ilsvrc2012_randaug_light1)",
 )
 
-# Data and steps: ImageNet 10,000, CIFAR-10 2,500, CIFAR-100 5,000, Oxford-IIIT Pets and
-# Flowers-102 250, at the best of a few peaks. Cost: V-MoE-S/32 48 minutes on a
-# TPUv3-8. Result on ImageNet, experts in every second block: S/32 77.08 %, B/16
-# 85.26 %, L/16 87.41 %, H/14 88.36 %. From released code: batch, warmup, limit of the
-# norm, end of the schedule. Chosen here: short trainings warm up for a fifth.
+# Steps of ImageNet; CIFAR-10 2,500, CIFAR-100 5,000, Oxford-IIIT Pets and Flowers-102
+# 250. From released code: batch, warmup, limit of the norm, end of the schedule. Chosen
+# here: short trainings warm up for a fifth.
 _FINETUNING = Recipe(
     steps=10_000,
     batch_size=1024,
@@ -111,9 +95,8 @@ _FINETUNING = Recipe(
     source="V-MoE, section 3.5, appendices B.4, C.4 and E.5, tables 5, 7 and 8",
 )
 
-# Data: 1,000 images of each of the 19 tasks of VTAB. Result, mean over the tasks:
-# V-MoE-L/16 77.2 %, H/14 77.8 %. Chosen here: the Vision Transformer's batch, a warmup
-# of a fifth, no crops and flips, since many tasks depend on position or orientation.
+# Chosen here: the Vision Transformer's batch, a warmup of a fifth, no crops and flips,
+# since many tasks depend on position or orientation.
 _VTAB = dataclasses.replace(
     _FINETUNING,
     steps=1_250,
@@ -123,10 +106,8 @@ _VTAB = dataclasses.replace(
     source="V-MoE, section 3.5, appendices B.1 and B.4, tables 1 and 7",
 )
 
-# Data: 12.8 billion pairs, never released. Result (zero-shot on ImageNet, LIMoE and its
-# dense twin): S/32 57.9 and 44.4 %, B/32 67.5 and 58.8 %, B/16 73.7 and 64.3 %, L/16
-# 78.6 and 73.5 %. The row is the scaling study. Chosen here: only kernels decay, no
-# clipping of gradients, a cosine that ends at 0, images without augmentation.
+# The scaling study. Chosen here: only kernels decay, no clipping of gradients, a cosine
+# that ends at 0, images without augmentation.
 _LIMOE = Recipe(
     steps=781_250,
     batch_size=16_384,
@@ -142,10 +123,8 @@ _LIMOE = Recipe(
     source="LIMoE, appendices A and A.1 to A.3, table 4",
 )
 
-# Data: LAION-400M, 275 million pairs; or WebLI, with an image tower that is frozen.
-# Result of the latter (zero-shot on ImageNet, Soft MoE and ViT): S/16 81.2 and 74.2 %,
-# B/16 82.5 and 79.6 %, L/16 83.8 and 82.7 %. The paper states no number of the
-# training. Chosen here: LIMoE's, with the steps, warmup and batch of its ablations.
+# The paper states no number of the training. Chosen here: LIMoE's, with the steps,
+# warmup and batch of its ablations.
 _SOFT_MOE_CONTRASTIVE = dataclasses.replace(
     _LIMOE,
     steps=100_000,
@@ -188,8 +167,7 @@ def recipe(name: str, **changes) -> Recipe:
     - `"limoe_pretraining"`: pairs of image and caption; Adafactor, cosine.
     - `"soft_moe_contrastive"`: the same for two towers.
 
-    Data, cost, result and the numbers that no paper states:
-    `docs/concepts/recipes.md`, the page "Recipes" of the site.
+    Data, cost and results: `docs/concepts/recipes.md`.
 
     Args:
         name: str, one of `recipes()`.
@@ -200,8 +178,8 @@ def recipe(name: str, **changes) -> Recipe:
         `Recipe`.
 
     Raises:
-        ValueError: if there is no such recipe, or a setting is out of range.
-        TypeError: if there is no such setting.
+        ValueError: if the recipe is unknown, or a setting is out of range.
+        TypeError: if a setting is unknown.
 
     Examples:
         >>> recipe = ksm.training.recipe("finetuning", num_classes=10, steps=2_500)
@@ -209,9 +187,8 @@ def recipe(name: str, **changes) -> Recipe:
     """
     if name not in _RECIPES:
         raise ValueError(
-            f"There is no such recipe.{did_you_mean([name], list(_RECIPES))} "
-            f"Accepted: {', '.join(map(repr, _RECIPES))}. Received: "
-            f"name={quote(name)}."
+            f"`name` must be a recipe.{did_you_mean([name], list(_RECIPES))} "
+            f"Accepted: {', '.join(map(repr, _RECIPES))}. {received(name=name)}"
         )
     fields = [field.name for field in dataclasses.fields(Recipe)]
     check_names(f"`recipe({name!r})`", changes, fields)

@@ -1,20 +1,19 @@
 """Augmented batches from images and labels or captions, as a `tf.data` pipeline.
 
-Runs on the CPU beside training, on every Keras backend. TensorFlow, which KerasHub
-brings along, is imported when a pipeline is made.
+Runs on the CPU beside training, on every Keras backend. TensorFlow, a dependency of
+KerasHub, is imported when a pipeline is made.
 """
 
-import functools
 from typing import NamedTuple
 
 import keras
 import numpy as np
 
-from keras_softmoe.checks import check_whole_numbers, first_not_finite
+from keras_softmoe.checks import check_whole_numbers, first_not_finite, received
 
 
 class Augmentation(NamedTuple):
-    """How images are changed for training.
+    """Changes of images for training.
 
     Attributes:
         crop: bool, whether a random part of the image is cut out (5 % to 100 % of its
@@ -55,31 +54,17 @@ AUGMENTATIONS = {
     "extreme2": Augmentation(num_operations=4, magnitude=20, mixup_alpha=0.8),
 }
 
-# Keras' RandAugment draws its strength between 0 and a `factor` of at most 1 and has
-# other operations than the papers' code, so no factor equals a magnitude. Keras takes
-# 0.5 by default: that stands for the papers' strongest, 20, the others in proportion.
+# Keras has other operations than the papers' code, with strengths between 0 and a
+# `factor`. Its default of 0.5 is used for the papers' strongest magnitude, 20.
 _FACTOR_PER_MAGNITUDE = 0.5 / 20
-
-# Attributes of Keras' RandAugment.
 _OPERATIONS = (
-    "random_shear",
-    "random_translation",
-    "random_rotation",
-    "random_brightness",
-    "random_color_degeneration",
-    "random_contrast",
-    "random_sharpness",
-    "random_posterization",
-    "solarization",
-    "auto_contrast",
-    "equalization",
+    "random_shear random_translation random_rotation random_brightness "
+    "random_color_degeneration random_contrast random_sharpness random_posterization "
+    "solarization auto_contrast equalization"
 )
 
-# Arguments of Keras' layers, which are otherwise those that are set for all of Keras.
+# Arguments of Keras' layers, whose defaults a user may have changed.
 _LAYERS = {"dtype": "float32", "data_format": "channels_last"}
-
-_CROP_AREA = (0.05, 1.0)
-_CROP_RATIO = (3 / 4, 4 / 3)
 
 
 def named_augmentation(augmentation):
@@ -90,7 +75,7 @@ def named_augmentation(augmentation):
         raise ValueError(
             "`augmentation` must be an `Augmentation` or one of "
             f"{', '.join(map(repr, AUGMENTATIONS))}. "
-            f"Received: augmentation={augmentation!r}."
+            + received(augmentation=augmentation)
         )
     return AUGMENTATIONS[augmentation]
 
@@ -123,13 +108,20 @@ def training_batches(
         image, target = row
         image = tf.cast(image, "float32")
         if augmentation.crop:
-            image = _random_crop(image, seed)
+            begin, size, _ = tf.image.stateless_sample_distorted_bounding_box(
+                tf.shape(image),
+                tf.zeros((0, 0, 4)),
+                seed,
+                min_object_covered=0.0,
+                area_range=(0.05, 1.0),
+                aspect_ratio_range=(3 / 4, 4 / 3),
+                use_image_if_no_bounding_boxes=True,
+            )
+            image = tf.slice(image, begin, size)
         image = _resize(image, image_size)
         if augmentation.flip:
             image = tf.image.stateless_random_flip_left_right(image, seed + 1)
-        if rand_augment:
-            image = rand_augment(image, seed + 2)
-        return image, target_of(target)
+        return rand_augment(image, seed + 2), target_of(target)
 
     def mix(images, labels):
         mixed = mix_up({"images": images, "labels": labels}, training=True)
@@ -156,12 +148,66 @@ def evaluation_batches(
     def convert(image, target):
         image = tf.cast(image, "float32")
         if central_crop < 1.0:
-            image = _central_square(image, central_crop)
+            height, width = tf.shape(image)[0], tf.shape(image)[1]
+            side = tf.cast(tf.minimum(height, width), "float32") * central_crop
+            side = tf.maximum(tf.cast(tf.round(side), "int32"), 1)
+            top, left = (height - side) // 2, (width - side) // 2
+            image = image[top : top + side, left : left + side]
         return _resize(image, image_size), target_of(target)
 
     batches = rows.map(convert, num_parallel_calls=tf.data.AUTOTUNE)
     batches = batches.batch(batch_size, drop_remainder=drop_remainder)
     return batches.prefetch(tf.data.AUTOTUNE)
+
+
+def _resize(image, size):
+    import tensorflow as tf
+
+    return tf.ensure_shape(tf.image.resize(image, (size, size)), (size, size, 3))
+
+
+def _rand_augment(augmentation):
+    """Return a function of image and seed, RandAugment with Keras' operations.
+
+    `keras.layers.RandAugment` computes all operations to keep one (72 ms for an image
+    of 224 pixels). Here only the one chosen for an image is computed (3 ms).
+    """
+    if not augmentation.num_operations:
+        return lambda image, seed: image
+    import tensorflow as tf
+
+    factor = augmentation.magnitude * _FACTOR_PER_MAGNITUDE
+    layer = keras.layers.RandAugment(factor=factor, **_LAYERS)
+    layer.equalization = _Equalization(**_LAYERS)
+    operations = [getattr(layer, name) for name in _OPERATIONS.split()]
+
+    def apply(image, seed):
+        size = augmentation.num_operations
+        choices = tf.random.stateless_uniform(
+            (size,), seed, 0, len(operations), dtype="int32"
+        )
+        for choice in tf.unstack(choices):
+            branches = [lambda o=o, x=image: o(x, training=True) for o in operations]
+            image = tf.ensure_shape(tf.switch_case(choice, branches), image.shape)
+        return image
+
+    return apply
+
+
+class _Equalization(keras.layers.Equalization):
+    """Keras' layer with TensorFlow's histogram.
+
+    With the JAX backend Keras counts each of 256 values of brightness in a loop of its
+    own, also inside `tf.data`: 95 ms for an image.
+    """
+
+    def _custom_histogram_fixed_width(self, values, value_range, nbins):
+        import tensorflow as tf
+
+        low, high = value_range
+        bins = tf.cast((values - low) * ((nbins - 1) / (high - low)), "int32")
+        bins = tf.reshape(tf.clip_by_value(bins, 0, nbins - 1), [-1])
+        return tf.math.bincount(bins, minlength=nbins, maxlength=nbins)
 
 
 # === Data ===
@@ -178,8 +224,14 @@ def labelled_rows(data, num_classes):
 
     check_whole_numbers(1, num_classes=num_classes)
     rows, label = _rows(data)
+    rule = f"Labels must be from 0 to {num_classes - 1}."
     if rows is not data:
-        _check_labels(np.asarray(data[1]), num_classes)
+        labels = np.asarray(data[1])
+        # A label that is no class would count as none of them.
+        if labels.dtype.kind in "iu" and labels.ndim == 1:
+            wrong = labels[(labels < 0) | (labels >= num_classes)][:5].tolist()
+            if wrong:
+                raise ValueError(f"{rule} {received(labels=wrong)}")
     if label.shape.rank == 1 and label.shape[0] == num_classes:
         return rows, lambda label: tf.cast(label, "float32")
     if label.shape.rank != 0 or not label.dtype.is_integer:
@@ -192,8 +244,7 @@ def labelled_rows(data, num_classes):
     def one_hot(label):
         label = tf.cast(label, "int64")
         is_class = (label >= 0) & (label < num_classes)
-        message = f"Labels must be from 0 to {num_classes - 1}, {num_classes=}."
-        with tf.control_dependencies([tf.debugging.Assert(is_class, [message, label])]):
+        with tf.control_dependencies([tf.debugging.Assert(is_class, [rule, label])]):
             return tf.one_hot(label, num_classes)
 
     return rows, one_hot
@@ -218,7 +269,19 @@ def _rows(data):
     import tensorflow as tf
 
     if isinstance(data, tuple | list) and len(data) == 2:
-        _check_arrays(*data)
+        images, others = data
+        if len(images) != len(others) or not len(images):
+            raise ValueError(
+                "There must be an image or more, and one label or caption for each. "
+                f"Received: {len(images)} images and {len(others)} labels or captions."
+            )
+        for name, array in (("images", images), ("labels", others)):
+            row = first_not_finite(np.asarray(array))
+            if row is not None:
+                raise ValueError(
+                    "Images and labels must be finite numbers. Received: NaN or "
+                    f"infinity in {name}, first in number {row} of {len(images)}."
+                )
         data = tf.data.Dataset.from_tensor_slices(tuple(data))
     spec = getattr(data, "element_spec", None)
     if not isinstance(spec, tuple) or len(spec) != 2 or spec[0].shape.rank != 3:
@@ -229,118 +292,3 @@ def _rows(data):
             "with `.unbatch()`."
         )
     return data, spec[1]
-
-
-def _check_arrays(images, others):
-    """Raise unless there are as many images as labels or captions, all finite."""
-    if len(images) != len(others) or not len(images):
-        raise ValueError(
-            "There must be an image or more, and one label or caption for each. "
-            f"Received: {len(images)} images and {len(others)} labels or captions."
-        )
-    for name, array in (("images", images), ("labels", others)):
-        row = first_not_finite(np.asarray(array))
-        if row is not None:
-            raise ValueError(
-                "Images and labels must be finite numbers. Received: NaN or infinity "
-                f"in {name}, first in number {row} of {len(images)}. Leave it out."
-            )
-
-
-def _check_labels(labels, num_classes):
-    """Raise unless int labels are classes: others would count as none of them."""
-    if labels.dtype.kind not in "iu" or labels.ndim != 1:
-        return
-    is_wrong = (labels < 0) | (labels >= num_classes)
-    if is_wrong.any():
-        raise ValueError(
-            f"Labels must be from 0 to {num_classes - 1}. Received: labels with "
-            f"{labels[is_wrong][:5].tolist()}, num_classes={num_classes}."
-        )
-
-
-# === Images ===
-
-
-def _rand_augment(augmentation):
-    """Return a function of image and seed, RandAugment with Keras' operations.
-
-    `keras.layers.RandAugment` computes all operations and keeps one of them (35 ms for
-    an image of 224 pixels, measured on two cores), and it chooses once for a batch.
-    Here each image has its own choice, and only that is computed. `None` without
-    operations.
-    """
-    if not augmentation.num_operations:
-        return None
-    import tensorflow as tf
-
-    factor = augmentation.magnitude * _FACTOR_PER_MAGNITUDE
-    layer = keras.layers.RandAugment(factor=factor, **_LAYERS)
-    layer.equalization = _Equalization(name="equalization", **_LAYERS)
-    operations = [getattr(layer, name) for name in _OPERATIONS]
-
-    def apply(image, seed):
-        shape = (augmentation.num_operations,)
-        choices = tf.random.stateless_uniform(
-            shape, seed, 0, len(operations), dtype="int32"
-        )
-        for index in range(augmentation.num_operations):
-            branches = [
-                functools.partial(operation, image, training=True)
-                for operation in operations
-            ]
-            image = tf.ensure_shape(
-                tf.switch_case(choices[index], branches), image.shape
-            )
-        return image
-
-    return apply
-
-
-class _Equalization(keras.layers.Equalization):
-    """Keras' layer, for `tf.data` alone: with the histogram of TensorFlow.
-
-    With the JAX backend Keras counts the pixels of each brightness in a loop of 256
-    turns, even inside `tf.data` where none is needed: half a minute to trace.
-    """
-
-    def _custom_histogram_fixed_width(self, values, value_range, nbins):
-        import tensorflow as tf
-
-        low, high = value_range
-        bins = tf.cast((values - low) * ((nbins - 1) / (high - low)), "int32")
-        bins = tf.reshape(tf.clip_by_value(bins, 0, nbins - 1), [-1])
-        return tf.math.bincount(bins, minlength=nbins, maxlength=nbins)
-
-
-def _random_crop(image, seed):
-    import tensorflow as tf
-
-    begin, size, _ = tf.image.stateless_sample_distorted_bounding_box(
-        tf.shape(image),
-        tf.zeros((0, 0, 4)),
-        seed,
-        min_object_covered=0.0,
-        area_range=_CROP_AREA,
-        aspect_ratio_range=_CROP_RATIO,
-        use_image_if_no_bounding_boxes=True,
-    )
-    return tf.slice(image, begin, size)
-
-
-def _central_square(image, share):
-    import tensorflow as tf
-
-    height, width = tf.shape(image)[0], tf.shape(image)[1]
-    side = tf.cast(tf.minimum(height, width), "float32") * share
-    side = tf.maximum(tf.cast(tf.round(side), "int32"), 1)
-    top, left = (height - side) // 2, (width - side) // 2
-    return image[top : top + side, left : left + side]
-
-
-def _resize(image, size):
-    import tensorflow as tf
-
-    image = tf.image.resize(image, (size, size))
-    image.set_shape((size, size, 3))
-    return image

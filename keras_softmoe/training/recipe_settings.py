@@ -7,35 +7,31 @@ from typing import Any
 import keras
 from numpy.typing import ArrayLike
 
-from keras_softmoe.checks import check_choice, check_numbers, check_whole_numbers
+from keras_softmoe.checks import (
+    check_choice,
+    check_numbers,
+    check_whole_numbers,
+    received,
+)
 from keras_softmoe.training import pipeline
 from keras_softmoe.training.optimizer_base import check_rules
 from keras_softmoe.training.optimizers import SGD, Adafactor, Adam
 from keras_softmoe.training.pipeline import Augmentation
-from keras_softmoe.training.pretraining_loss import SigmoidCrossentropy
-from keras_softmoe.training.pretraining_metric import PrecisionAt1
+from keras_softmoe.training.pretraining import PrecisionAt1, SigmoidCrossentropy
 from keras_softmoe.training.schedules import WarmupSchedule
 from keras_softmoe.types import Data
 
 _OPTIMIZERS = {"adam": Adam, "sgd": SGD, "adafactor": Adafactor}
 
-
-# === Arguments of `compile` by loss ===
-
-
-def _sigmoid():
-    return {"loss": SigmoidCrossentropy(), "metrics": [PrecisionAt1()]}
-
-
-def _softmax():
-    return {
+# Arguments of `compile`. Of labels: functions that make them. Of pairs: names for
+# `models.LIMoEContrastive.compile`.
+_LABEL_LOSSES = {
+    "sigmoid": lambda: {"loss": SigmoidCrossentropy(), "metrics": [PrecisionAt1()]},
+    "softmax": lambda: {
         "loss": keras.losses.CategoricalCrossentropy(from_logits=True),
         "metrics": [keras.metrics.CategoricalAccuracy(name="accuracy")],
-    }
-
-
-# Of labels: functions. Of pairs: names for `models.LIMoEContrastive.compile`.
-_LABEL_LOSSES = {"sigmoid": _sigmoid, "softmax": _softmax}
+    },
+}
 _PAIR_LOSSES = {
     "contrastive": "auto",
     "contrastive_softmax": "softmax",
@@ -47,17 +43,15 @@ _PAIR_LOSSES = {
 class Recipe:
     """The settings of a training, of a classifier or on pairs of image and caption.
 
-    `recipe` makes those of the papers. `dataclasses.replace` makes a copy with other
-    values; with other `steps` the schedule ends with them.
+    `recipe` makes the papers' recipes. `dataclasses.replace` makes a copy with other
+    values; its schedule ends with its `steps`.
 
     Attributes:
         steps: int, steps of the whole training.
         batch_size: int, images or pairs per step.
         image_size: int, side of the square images in pixels.
         num_classes: int, number of classes, or `None` for pairs.
-        augmentation: `Augmentation` of the training images, or its name in
-            `AUGMENTATIONS`. Pairs take none with MixUp; mirror their images only if
-            captions do not mention left and right.
+        augmentation: `Augmentation` of training images, or its name in `AUGMENTATIONS`.
         central_crop: float, share of the shorter side of the image that is cut out for
             evaluation; 1 squeezes the whole image into the square.
         loss: of labels `"sigmoid"` (`SigmoidCrossentropy`, `PrecisionAt1`) or
@@ -65,42 +59,29 @@ class Recipe:
             `"contrastive_softmax"`, `"contrastive_sigmoid"`, or `"contrastive"`: the
             sigmoid loss if the backbone has a `logit_bias`, else the softmax loss.
         optimizer: `"adam"`, `"sgd"` (with a momentum of 0.9) or `"adafactor"`.
-        peak_learning_rate: float, the learning rate at the end of the warmup.
-        warmup_steps: int, steps over which the learning rate rises from 0. If `None`
-            500 or a fifth of `steps`, whichever is less.
-        decay: `"linear"`, `"cosine"` or `"rsqrt"`, see `WarmupSchedule`.
-        end_learning_rate: float, see `WarmupSchedule`.
-        timescale: float, see `WarmupSchedule`.
-        cooldown_steps: int, see `WarmupSchedule`.
-        weight_decay: float, one rate of decay for all variables, or `(pattern, rate)`
-            pairs as `weight_decay_rules` of the optimizers.
-        decoupled_weight_decay: bool, whether a step decays by the rate times the share
-            of the peak that the learning rate has reached, rather than times the
-            learning rate.
+        peak_learning_rate, decay, end_learning_rate, timescale, cooldown_steps: see
+            `WarmupSchedule`.
+        warmup_steps: int. If `None` 500 or a fifth of `steps`, whichever is less.
+        weight_decay: float, or `(pattern, rate)` pairs as `weight_decay_rules`.
+        decoupled_weight_decay: bool, whether the decay of a step is the rate times
+            `learning_rate / peak_learning_rate`, rather than times the learning rate.
         clip_norm: float or `None`, largest norm of the gradient of all parameters.
-        average_momentum: float or `None`. If given, the model ends with the debiased
-            average of its parameters over all steps (Polyak averaging). Add
-            `keras.callbacks.SwapEMAWeights()` to validate with it during the training.
+        average_momentum: float or `None`, of a debiased average of the parameters over
+            all steps, with which the model ends (Polyak averaging).
         momentum_dtype: see `Adam` and `Adafactor`, their default if `None`.
-        steps_per_epoch: int, steps after which `fit` reports and validates. All steps
-            if `None`.
+        steps_per_epoch: int, steps between reports of `fit`, `None` for all steps.
         source: str, papers, sections and tables of the numbers.
 
     Raises:
-        ValueError: if a setting is out of range or unknown, the warmup is as long as
-            the training, `steps_per_epoch` does not divide `steps`, a batch has one
-            pair, or MixUp is to mix captions.
+        ValueError: if a setting is out of range or unknown, or two contradict.
 
     Examples:
-        >>> import dataclasses
         >>> recipe = ksm.training.recipe(
-        ...     "finetuning", num_classes=10, steps=2, image_size=32
+        ...     "finetuning", num_classes=10, steps=2, image_size=32, batch_size=4
         ... )
-        >>> recipe = dataclasses.replace(recipe, augmentation="medium1", batch_size=4)
         >>> recipe.compile(classifier)
-        >>> classifier.fit(
-        ...     recipe.training_data((images, labels)), **recipe.fit_arguments
-        ... )
+        >>> data = recipe.training_data((images, labels))
+        >>> classifier.fit(data, **recipe.fit_arguments)
     """
 
     steps: int
@@ -135,18 +116,16 @@ class Recipe:
         check_numbers(over=0, central_crop=self.central_crop)
         if self.steps % (self.steps_per_epoch or self.steps):
             raise ValueError(
-                "`steps_per_epoch` must divide `steps`, or training would end before "
-                f"the schedule or after it. Received: steps={self.steps}, "
-                f"steps_per_epoch={self.steps_per_epoch}."
+                "`steps_per_epoch` must divide `steps`, so that training and schedule "
+                "end together. "
+                + received(steps=self.steps, steps_per_epoch=self.steps_per_epoch)
             )
         if self._has_captions:
             check_whole_numbers(2, batch_size=self.batch_size)
             if augmentation.mixup_alpha:
                 raise ValueError(
-                    "MixUp mixes labels as it mixes images, and captions cannot be "
-                    f"mixed. Received: augmentation={self.augmentation!r}, i.e. "
-                    f"{augmentation}. Leave it out: "
-                    "`training.Augmentation(num_operations=2, magnitude=10)`."
+                    "MixUp mixes labels, which captions are not: `mixup_alpha` must be "
+                    f"0. Received: augmentation={self.augmentation!r}, {augmentation}."
                 )
         self.schedule()
         if isinstance(self.weight_decay, numbers.Real):
@@ -160,7 +139,7 @@ class Recipe:
 
     @property
     def fit_arguments(self) -> dict:
-        """Keyword arguments of `fit`: epochs and steps, and not to shuffle again."""
+        """Keyword arguments of `fit` for data from `training_data`."""
         steps_per_epoch = self.steps_per_epoch or self.steps
         return {
             "epochs": self.steps // steps_per_epoch,
@@ -186,7 +165,7 @@ class Recipe:
     def make_optimizer(self) -> keras.optimizers.Optimizer:
         """Return a new optimizer with the schedule."""
         arguments = {"global_clipnorm": self.clip_norm}
-        # Optimizers multiply the rates of decay with the learning rate.
+        # Optimizers multiply the rates of decay by the learning rate.
         scale = self.peak_learning_rate if self.decoupled_weight_decay else 1.0
         if not isinstance(self.weight_decay, numbers.Real):
             rules = [(pattern, rate / scale) for pattern, rate in self.weight_decay]
@@ -207,18 +186,26 @@ class Recipe:
         Args:
             model: `keras.Model` whose output is `(B, num_classes)` logits. For pairs a
                 `models.LIMoEContrastive` or `models.TwoTowerContrastive`.
-            **kwargs: further arguments of its `compile`. Those that the recipe sets as
-                well replace them: `optimizer=keras.optimizers.Lion(recipe.schedule())`.
-
-        Raises:
-            ValueError: if the model has another number of outputs, or is not one for
-                pairs.
+            **kwargs: arguments of its `compile`, which replace those of the recipe:
+                `optimizer=keras.optimizers.Lion(recipe.schedule())`.
         """
         if self._has_captions:
-            _check_contrastive(model)
+            # Not at the top: it loads KerasHub and TensorFlow.
+            from keras_softmoe.models import LIMoEContrastive, TwoTowerContrastive
+
+            if not isinstance(model, LIMoEContrastive | TwoTowerContrastive):
+                raise ValueError(
+                    "The model of pairs must be a `models.LIMoEContrastive` or a "
+                    f"`models.TwoTowerContrastive`. Received: {type(model).__name__}."
+                )
             arguments = {"loss": _PAIR_LOSSES[self.loss]}
         else:
-            _check_outputs(model, self.num_classes)
+            if model.output_shape[-1] != self.num_classes:
+                raise ValueError(
+                    "The recipe and the model must agree on the number of classes. "
+                    f"Received: a model with output shape {model.output_shape}, "
+                    f"num_classes={self.num_classes}."
+                )
             arguments = _LABEL_LOSSES[self.loss]()
         model.compile(**{"optimizer": self.make_optimizer(), **arguments, **kwargs})
 
@@ -232,20 +219,19 @@ class Recipe:
                 single pairs of them, whose images may differ in size. Images: `(height,
                 width, 3)`, 0 to 255. Labels: int, or `(num_classes,)` with 1 for each
                 true class. Captions: str, or `(S,)` int token ids.
-            shuffle_buffer: int, images among which the next one is drawn. They are
-                kept in memory, at their original size.
-            seed: int. Repeats the order of the images, the crops and the flips.
-                RandAugment and MixUp run in parallel and are not repeated.
+            shuffle_buffer: int, images in memory among which the next one is drawn.
+            seed: int, of the order of the images, the crops and the flips. RandAugment
+                and MixUp are not repeatable.
 
         Returns:
             `tf.data.Dataset` of `(batch_size, image_size, image_size, 3)` float32
-            images, 0 to 255 (the input of a model with a preprocessor), and
-            `(batch_size, num_classes)` float32 labels or `batch_size` captions.
+            images, 0 to 255, and `(batch_size, num_classes)` float32 labels or
+            `batch_size` captions.
 
         Raises:
             ValueError: if the data have another form, or arrays hold NaN, infinity or
-                labels that are no classes. (Such labels of a data set end in an
-                `InvalidArgumentError` of TensorFlow when they are drawn.)
+                labels that are no classes. (Such labels of a `tf.data.Dataset` raise
+                `InvalidArgumentError` when they are drawn.)
         """
         return pipeline.training_batches(
             *self._rows(data),
@@ -257,18 +243,11 @@ class Recipe:
         )
 
     def evaluation_data(self, data: Data) -> Any:
-        """Return all images once, unchanged, in batches for `evaluate` or validation.
+        """Return all images once, in batches for `evaluate` or validation.
 
-        Args:
-            data: as in `training_data`.
-
-        Returns:
-            `tf.data.Dataset` as from `training_data`. The last batch of labels may be
-            smaller. Pairs that do not fill it are left out: accuracies depend on the
-            number of captions that are compared.
-
-        Raises:
-            ValueError: as `training_data`.
+        Takes and returns what `training_data` does. The last batch of labels may be
+        smaller. Pairs that do not fill it are left out: accuracies depend on the number
+        of captions that are compared.
         """
         return pipeline.evaluation_batches(
             *self._rows(data),
@@ -283,24 +262,3 @@ class Recipe:
         if self._has_captions:
             return pipeline.captioned_rows(data)
         return pipeline.labelled_rows(data, self.num_classes)
-
-
-def _check_outputs(model, num_classes):
-    if model.output_shape[-1] != num_classes:
-        raise ValueError(
-            "The recipe and the model must agree on the number of classes. "
-            f"Received: a model with output shape {model.output_shape}, "
-            f"num_classes={num_classes}."
-        )
-
-
-def _check_contrastive(model):
-    # Not at the top: it loads KerasHub and TensorFlow.
-    from keras_softmoe.models import LIMoEContrastive, TwoTowerContrastive
-
-    if not isinstance(model, LIMoEContrastive | TwoTowerContrastive):
-        raise ValueError(
-            "Pairs are learned by a `models.LIMoEContrastive` or a "
-            f"`models.TwoTowerContrastive`. Received: {type(model).__name__}. Make "
-            "one of its backbone."
-        )

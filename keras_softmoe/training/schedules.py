@@ -1,8 +1,7 @@
 """The learning-rate schedule of the papers: a warmup, then one of three decays.
 
-It is computed here and not by Keras' `PolynomialDecay` and `CosineDecay`: those have no
-warmup or take one step at a time, and count steps in `keras.config.floatx()`. Float32
-holds every whole number up to 16,777,216; the papers' longest run has 10 million steps.
+Those of Keras have no warmup, or count steps in `keras.config.floatx()`. Float32 holds
+every whole number up to 16,777,216; the papers' longest run has 10 million steps.
 """
 
 import math
@@ -10,10 +9,8 @@ import math
 import keras
 from keras import ops
 
-from keras_softmoe.checks import check_choice, check_numbers
+from keras_softmoe.checks import check_choice, check_numbers, keyword_names, received
 from keras_softmoe.types import Tensor
-
-DECAYS = ("linear", "cosine", "rsqrt")
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -23,23 +20,18 @@ class WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
     `"linear"` (V-MoE's pretraining) and `"cosine"` (fine-tuning, LIMoE) reach
     `end_learning_rate` at `total_steps` and stay there.
 
-    `"rsqrt"` (Soft MoE, V-MoE-15B) is a reciprocal square root: `t` steps after the
-    warmup the learning rate is `peak / sqrt(1 + t / timescale)`. It does not depend on
-    the length of the training, so a run can be extended, or be cooled down early from
-    any of its checkpoints. Over the last `cooldown_steps` it falls in a straight line
-    to zero at `total_steps`, and stays zero. (The released code goes on along the line:
-    the learning rate turns negative.) Without a cooldown there is no end.
+    `"rsqrt"` (Soft MoE, V-MoE-15B) is `peak / sqrt(1 + t / timescale)`, `t` steps after
+    the warmup, so a run can be extended or cooled down from any of its checkpoints.
+    Over the last `cooldown_steps` it falls linearly to zero and stays zero.
 
     Args:
         peak_learning_rate: float, the learning rate at the end of the warmup.
-        total_steps: int, the step at which the decay or the cooldown ends, counted from
-            the start of training, warmup included.
+        total_steps: int, the step at which the decay or the cooldown ends.
         warmup_steps: int, steps over which the learning rate rises from 0.
         decay: `"linear"`, `"cosine"` or `"rsqrt"`.
         end_learning_rate: float, the learning rate at the end, if linear or cosine.
-        power: float, the exponent of a linear decay. Larger ones fall faster at first.
-        timescale: float, of a reciprocal square root: the learning rate is
-            `0.7 * peak` one timescale after the warmup, `0.58 * peak` after two.
+        power: float, the exponent of a linear decay.
+        timescale: float, steps after which a reciprocal square root is `0.7 * peak`.
         cooldown_steps: int, length of the cooldown of a reciprocal square root.
 
     Call arguments:
@@ -49,16 +41,13 @@ class WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
         float32 tensor of the shape of `step`.
 
     Raises:
-        ValueError: if a number is out of range, no steps are left after the warmup,
-            warmup and cooldown overlap, or an argument belongs to another decay.
+        ValueError: if a number is out of range, warmup and cooldown overlap, or an
+            argument belongs to another decay.
 
     Source: V-MoE, table 6 and appendix B.3; Soft MoE, sections 3.3 and 3.4, appendix E;
     LIMoE, appendix A. Formulas from their released code.
 
     Examples:
-        >>> schedule = ksm.training.WarmupSchedule(8e-4, 300_000, 10_000)
-        >>> round(float(schedule(10_000)), 6)
-        0.0008
         >>> schedule = ksm.training.WarmupSchedule(
         ...     1e-3, 300_000, 10_000, decay="rsqrt", cooldown_steps=50_000
         ... )
@@ -77,7 +66,7 @@ class WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
         timescale: float = 10_000,
         cooldown_steps: int = 0,
     ):
-        check_choice("decay", decay, DECAYS)
+        check_choice("decay", decay, ("linear", "cosine", "rsqrt"))
         check_numbers(
             over=0, peak_learning_rate=peak_learning_rate, timescale=timescale
         )
@@ -92,17 +81,22 @@ class WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
         if end_learning_rate if decay == "rsqrt" else cooldown_steps:
             raise ValueError(
                 "`cooldown_steps` belongs to `decay='rsqrt'`, `end_learning_rate` to "
-                f"the other decays. Received: decay={decay!r}, "
-                f"cooldown_steps={cooldown_steps}, "
-                f"end_learning_rate={end_learning_rate}."
+                "the other decays. "
+                + received(
+                    decay=decay,
+                    cooldown_steps=cooldown_steps,
+                    end_learning_rate=end_learning_rate,
+                )
             )
         rest = total_steps - warmup_steps - cooldown_steps
         if rest < 0 or (rest == 0 and decay != "rsqrt"):
             raise ValueError(
-                "`total_steps` counts the warmup and the cooldown and must go beyond "
-                f"them. Received: total_steps={total_steps}, "
-                f"warmup_steps={warmup_steps}, cooldown_steps={cooldown_steps}. Train "
-                "for longer or warm up for less."
+                "`total_steps` counts warmup and cooldown and must exceed them. "
+                + received(
+                    total_steps=total_steps,
+                    warmup_steps=warmup_steps,
+                    cooldown_steps=cooldown_steps,
+                )
             )
         self.peak_learning_rate = peak_learning_rate
         self.total_steps = total_steps
@@ -127,6 +121,7 @@ class WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
         if self.decay == "rsqrt":
             left = 1.0
             if self.cooldown_steps:
+                # The released code lets this line go on below zero.
                 left = ops.clip((length - steps) / self.cooldown_steps, 0.0, 1.0)
                 # During the cooldown the root is constant and only the line falls.
                 steps = ops.minimum(steps, float(length - self.cooldown_steps))
@@ -142,12 +137,5 @@ class WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
 
     def get_config(self):
         return {
-            "peak_learning_rate": self.peak_learning_rate,
-            "total_steps": self.total_steps,
-            "warmup_steps": self.warmup_steps,
-            "decay": self.decay,
-            "end_learning_rate": self.end_learning_rate,
-            "power": self.power,
-            "timescale": self.timescale,
-            "cooldown_steps": self.cooldown_steps,
+            name: getattr(self, name) for name in keyword_names(type(self).__init__)
         }

@@ -264,26 +264,10 @@ def test_table():
     assert setting.startswith(
         "64 devices of 80 GB, batches of 1024, Lion with 1 moment;"
     )
-    assert re.split("  +", header) == [
-        "mesh",
-        "weights",
-        "moments",
-        "gradients",
-        "activations",
-        "total",
-        "moved in a step",
-        "fits",
-        "largest batch",
-    ]
-    assert [row.split("  ")[0] for row in rows] == [
-        "64, data parallel",
-        "32 x 2",
-        "16 x 4",
-        "8 x 8",
-        "4 x 16",
-        "2 x 32",
-        "64, one axis",
-    ]
+    columns = "mesh,weights,moments,gradients,activations,total,moved in a step,fits"
+    assert re.split("  +", header) == [*columns.split(","), "largest batch"]
+    labels = "64, data parallel|32 x 2|16 x 4|8 x 8|4 x 16|2 x 32|64, one axis"
+    assert [row.split("  ")[0] for row in rows] == labels.split("|")
     repeated, one_axis = (re.split("  +", rows[i]) for i in (0, -1))
     assert repeated[1] == f"{cost(found.name).weight_bytes / 1e9:.2f}" == "216.56"
     assert repeated[-2:] == ["no", "0"]
@@ -320,7 +304,7 @@ def test_every_preset_has_a_plan():
     [
         ((0, 1e9), {}, "`devices` must be a positive integer.*devices=0"),
         ((8.0, 1e9), {}, "`devices` must be a positive integer.*devices=8.0"),
-        ((8, 0), {}, "bytes of each device.*memory=0.*80e9"),
+        ((8, 0), {}, "`memory` must be a finite number over 0.*memory=0"),
         ((8, "80GB"), {}, "memory='80GB'"),
         ((8, 1e9), {"batch_size": 24}, "multiple of 16: 8 devices times 2.*size=24"),
         ((8, 1e9), {"batch_size": -16}, "`batch_size` must be a positive integer"),
@@ -341,3 +325,12 @@ def test_what_cannot_be_planned(arguments, changes, message):
 def test_unknown_preset():
     with pytest.raises(ValueError, match="Unknown preset 'soft_moe_hgue'"):
         plan("soft_moe_hgue", 8, 1e9)
+
+
+def test_any_number_of_devices():
+    config = tiny.backbone(**TOKEN_CHOICE).get_config()
+    with pytest.raises(ValueError, match="`devices`.*at most 1,048,576"):
+        plan(config, 10**9, 80e9)
+    # Only numbers that divide the experts are tried.
+    found = plan(config, 2**20, 80e9)
+    assert [mesh.shape[1] for mesh in found.meshes] == [1, 2, 4, 8]

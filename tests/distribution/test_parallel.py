@@ -1,7 +1,4 @@
-"""Training on eight devices: the same numbers, and what is sent on the way.
-
-Batches of any size are placed by `distribution/batches.py`.
-"""
+"""Training on eight devices: the same numbers, and what is sent on the way."""
 
 import numpy as np
 import pytest

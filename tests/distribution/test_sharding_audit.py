@@ -69,44 +69,38 @@ def test_replicated_moments_are_named():
     assert len(found) == 15
 
 
-def test_a_misspelt_rule_is_named():
-    wrong = r".*/expert/output_dense/kernel"
-    found = problems(backbone(), rules({wrong: ("batch", None, None)}))
-    assert len(naming(found, repr(wrong), "Nothing has a path")) == 1
-    assert len(naming(found, "output_dense/kernel'", "no rule matches")) == 1
+AXES = ("batch", None, None)
+OUTPUT = "block_1/moe/experts/output_dense/kernel"
+MISSPELT = r".*/expert/output_dense/kernel"
+# Keras found it anywhere in a path up to version 3.13.
+PARTIAL = "experts/output_dense/kernel"
+SECOND = r".*output_dense/kernel"
 
 
-def test_an_old_partial_rule_is_named():
-    # It was found anywhere in a path up to Keras 3.13.
-    partial = "experts/output_dense/kernel"
-    found = problems(backbone(), rules({partial: ("batch", None, None)}))
-    assert len(naming(found, repr(partial), "Nothing has a path")) == 1
-
-
-def test_two_rules_for_one_variable_are_named():
-    second = r".*output_dense/kernel"
-    axes = ("batch", None, None)
-    found = problems(backbone(), rules({KERNEL: axes, second: axes}))
-    path = "block_1/moe/experts/output_dense/kernel"
-    assert naming(found, "Several rules", path, repr(KERNEL), repr(second))
-
-
-def test_a_rule_that_leaves_the_experts_replicated_is_named():
-    found = problems(backbone(), rules({KERNEL: (None, "batch", None)}))
-    path = "block_1/moe/experts/output_dense/kernel"
-    assert naming(found, path, "does not shard that axis")
-
-
-def test_a_rule_for_another_rank_is_named():
-    found = problems(backbone(), rules({r".*/mlp/output_dense/kernel": ("batch",)}))
-    assert naming(found, "block_0/mlp/output_dense/kernel", "1 axes")
-
-
-def test_an_indivisible_number_of_experts_is_named():
-    dense = {r".*/mlp/output_dense/kernel": ("batch", None)}
-    found = problems(backbone(num_experts=6), rules(dense))
-    # (12, 8) into 8
-    assert naming(found, "block_0/mlp/output_dense/kernel", "cannot be sharded")
+@pytest.mark.parametrize(
+    ("layouts", "words"),
+    [
+        ({MISSPELT: AXES}, [repr(MISSPELT), "Nothing has a path"]),
+        ({MISSPELT: AXES}, ["output_dense/kernel'", "no rule matches"]),
+        ({PARTIAL: AXES}, [repr(PARTIAL), "Nothing has a path"]),
+        (
+            {KERNEL: AXES, SECOND: AXES},
+            ["Several rules", OUTPUT, repr(KERNEL), repr(SECOND)],
+        ),
+        ({KERNEL: (None, "batch", None)}, [OUTPUT, "does not shard that axis"]),
+        (
+            {r".*/mlp/output_dense/kernel": ("batch",)},
+            ["block_0/mlp/output_dense/kernel", "1 axes"],
+        ),
+        # (12, 8) into 8
+        (
+            {r".*/mlp/output_dense/kernel": ("batch", None)},
+            ["block_0/mlp/output_dense/kernel", "cannot be sharded"],
+        ),
+    ],
+)
+def test_problems_are_named(layouts, words):
+    assert naming(problems(backbone(), rules(layouts)), *words)
 
 
 def test_layers_whose_slots_no_rule_lays_out_are_named():
@@ -131,7 +125,7 @@ def test_a_dense_model_has_nothing_to_spread():
 
 
 def test_without_a_distribution_there_is_nothing_to_compare_with():
-    with pytest.raises(ValueError, match="no distribution.*Received"):
+    with pytest.raises(ValueError, match="`distribution` must be given.*Received"):
         audit(backbone())
 
 

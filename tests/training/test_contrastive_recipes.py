@@ -6,7 +6,6 @@ import pytest
 
 from keras_softmoe import datasets, models, routers, training
 from tests.support import tiny
-from tests.support.close import assert_near
 from tests.support.references import to_numpy
 
 STEPS = 40
@@ -17,14 +16,11 @@ SHORT = {
     "warmup_steps": 0,
     "steps_per_epoch": 10,
 }
+TOWERS = training.recipe("soft_moe_contrastive", peak_learning_rate=0.005, **SHORT)
 RECIPES = {
     "limoe": training.recipe("limoe_pretraining", peak_learning_rate=0.02, **SHORT),
-    "towers": training.recipe(
-        "soft_moe_contrastive", peak_learning_rate=0.005, **SHORT
-    ),
-    "towers frozen": training.recipe(
-        "soft_moe_contrastive", peak_learning_rate=0.005, **SHORT
-    ),
+    "towers": TOWERS,
+    "towers frozen": TOWERS,
 }
 # Decoupled from the rate: what a kernel loses in a step at the peak.
 DECAY = 1e-5
@@ -146,46 +142,6 @@ def test_the_loss_of_two_towers_goes_with_their_bias(vocabulary, pairs):
     assert np.isfinite(history["loss"]).all()
 
 
-# === The papers' numbers ===
-
-
-def rates(recipe, steps):
-    """The learning rate at some steps."""
-    schedule = recipe.schedule()
-    return [float(to_numpy(schedule(step))) for step in steps]
-
-
-def test_the_scaling_study():
-    recipe = training.recipe("limoe_pretraining")
-    assert (recipe.batch_size, recipe.image_size) == (16_384, 224)
-    middle = (40_000 + 781_250) // 2
-    steps = [0, 20_000, 40_000, middle, 781_250]
-    expected = [0.0, 5e-4, 1e-3, 5e-4, 0.0]
-    assert_near(rates(recipe, steps), expected, rtol=1e-5, atol=1e-9)
-    optimizer = recipe.make_optimizer()
-    assert optimizer.momentum_dtype == "bfloat16"
-    assert optimizer.global_clipnorm is None
-    ((pattern, rate),) = optimizer.weight_decay_rules
-    assert pattern == "kernel$"
-    np.testing.assert_allclose(rate * 1e-3, 1e-5)
-    assert recipe.loss == "contrastive_softmax"
-
-
-def test_the_largest_model():
-    recipe = training.recipe(
-        "limoe_pretraining",
-        steps=825_000,
-        decay="rsqrt",
-        cooldown_steps=125_000,
-        batch_size=21_502,
-        image_size=288,
-    )
-    before = 1e-3 / np.sqrt(1 + 660_000 / 10_000)
-    steps = [40_000, 700_000, 762_500, 825_000]
-    expected = [1e-3, before, before / 2, 0.0]
-    assert_near(rates(recipe, steps), expected, rtol=1e-5, atol=1e-9)
-
-
 def test_a_cooldown_goes_on_from_a_saved_model(vocabulary, tmp_path, pairs):
     recipe = training.recipe(
         "limoe_pretraining",
@@ -222,10 +178,7 @@ def test_a_cooldown_goes_on_from_a_saved_model(vocabulary, tmp_path, pairs):
         ({"steps": 100}, "total_steps=100, warmup_steps=40000"),
         ({"cooldown_steps": 10}, "decay='cosine', cooldown_steps=10"),
         ({"augmentation": "light1"}, "augmentation='light1'.*mixup_alpha=0.2"),
-        ({"augmentation": "gentle"}, "augmentation='gentle'"),
         ({"batch_size": 1}, "batch_size=1"),
-        ({"peak_learning_rate": 0.0}, "peak_learning_rate=0.0"),
-        ({"peak_learning_rate": 0.0, "decay": "rsqrt"}, "peak_learning_rate=0.0"),
         ({"timescale": 0.0}, "timescale=0.0"),
     ],
 )

@@ -1,7 +1,4 @@
-"""Distillation to a student with balancing losses.
-
-Tests `training/distiller.py` and `keras_adapter/distillation.py`.
-"""
+"""Distillation to a student with balancing losses."""
 
 import functools
 

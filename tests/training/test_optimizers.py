@@ -1,7 +1,6 @@
 """All optimizers: rules by variable, order of operations, averages, saving.
 
-Tests `training/optimizers.py`, its base, `training/optimizer_base.py`, and
-`training/one_pass.py`.
+Tests `training/optimizers.py` and its base, `training/optimizer_base.py`.
 """
 
 import keras
@@ -172,19 +171,6 @@ def test_first_matching_rule_decides(cls):
 
 
 @ALL
-def test_gradients_are_scaled_before_they_are_clipped(cls):
-    variables = make_variables()
-    (gradients,) = make_gradients(variables, 1)
-    scaled = [5.0 * gradients[0], gradients[1], 0.5 * gradients[2]]
-    arguments = {"learning_rate": 0.1, "global_clipnorm": 1.0}
-    rules = [("block/kernel", 5.0), ("kernel", 0.5)]
-    actual = apply(cls(gradient_scale_rules=rules, **arguments), variables, [gradients])
-    variables = make_variables()
-    expected = apply(cls(**arguments), variables, [scaled])
-    assert_equal(actual[-1], expected[-1])
-
-
-@ALL
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.999999, 1.0])
 def test_average_is_debiased(cls, momentum):
     variables = make_variables()
@@ -255,7 +241,7 @@ def weights(model):
 
 @ALL
 def test_training_goes_on_after_saving(cls, tmp_path):
-    model = make_model(cls, global_clipnorm=1.0, gradient_scale_rules=[("bias", 2.0)])
+    model = make_model(cls, global_clipnorm=1.0)
     fit(model, epochs=3)
     model.save(tmp_path / "model.keras")
     restored = keras.saving.load_model(tmp_path / "model.keras")
@@ -283,7 +269,7 @@ def test_embeddings(cls):
     inputs = keras.Input((4,), dtype="int32")
     x = keras.layers.Embedding(50, 40, name="tokens")(inputs)
     model = keras.Model(inputs, keras.ops.mean(x, axis=1))
-    model.compile(cls(0.1, gradient_scale_rules=[("tokens", 2.0)]), "mse")
+    model.compile(cls(0.1), "mse")
     (table,) = model.trainable_variables
     before = to_numpy(table.value)
     model.fit(np.array([[1, 2, 3, 3]]), np.ones((1, 40)), verbose=0)
@@ -315,7 +301,7 @@ def test_what_is_not_trained_does_not_decay(cls):
         {"weight_decay_rules": [("kernel", -0.1)]},
         {"weight_decay_rules": [("kernel", float("inf"))]},
         {"weight_decay_rules": [("(", 0.1)]},
-        {"gradient_scale_rules": [("kernel", 1.0, 2.0)]},
+        {"weight_decay_rules": [("kernel", 1.0, 2.0)]},
         {"weight_decay_rules": RULES, "weight_decay": 0.1},
     ],
 )

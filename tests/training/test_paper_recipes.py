@@ -113,24 +113,6 @@ def test_evaluation_data(digits):
     np.testing.assert_allclose(accuracy, np.mean(labels[:40] == 0), rtol=1e-6)
 
 
-def test_the_papers_numbers():
-    """More of them: `tests/guards/golden/recipes.json`."""
-    recipe = training.recipe("vmoe_pretraining")
-    assert recipe.make_optimizer().weight_decay == 0.1
-    assert recipe.fit_arguments["steps_per_epoch"] == 521_000
-    recipe = training.recipe("vtab", num_classes=5)
-    assert (recipe.steps, recipe.image_size, recipe.batch_size) == (1250, 384, 512)
-    assert recipe.schedule().warmup_steps == 250
-    assert recipe.augmentation == "none"
-    optimizer = training.recipe("vmoe_15b_pretraining").make_optimizer()
-    assert isinstance(optimizer, training.Adafactor)
-    assert optimizer.momentum_dtype == "bfloat16"
-    assert optimizer.weight_decay_rules[:2] == (
-        ("predictions/kernel$", 3.0),
-        ("kernel$", 0.03),
-    )
-
-
 def test_names():
     contrastive = {"limoe_pretraining", "soft_moe_contrastive"}
     assert set(training.recipes()) == {*RECIPES, *contrastive}

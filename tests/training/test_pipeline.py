@@ -1,4 +1,4 @@
-"""Batches for training and evaluation: shapes, labels, order, augmentation."""
+"""Batches of images with labels or captions: shapes, order, augmentation, mistakes."""
 
 import dataclasses
 
@@ -130,7 +130,7 @@ def test_evaluation_takes_all_images_once():
     images, labels = make_data(6)
     batches = list(make_recipe().evaluation_data((images, labels)))
     assert [len(x) for x, _ in batches] == [4, 2]
-    x, y = first(make_recipe().evaluation_data((images, labels)), 2)
+    x, y = (np.concatenate(part) for part in zip(*batches, strict=True))
     np.testing.assert_array_equal(x, images)
     np.testing.assert_array_equal(y, np.eye(NUM_CLASSES)[labels])
 
@@ -188,3 +188,84 @@ def test_labels_of_a_data_set_must_be_classes(label):
     for make in (make_recipe().training_data, make_recipe().evaluation_data):
         with pytest.raises(tf.errors.InvalidArgumentError, match="from 0 to 3"):
             first(make(data))
+
+
+# === Pairs of images and captions ===
+
+
+def make_pair_recipe(augmentation="none"):
+    return training.recipe(
+        "limoe_pretraining",
+        steps=40,
+        warmup_steps=0,
+        image_size=8,
+        batch_size=4,
+        augmentation=augmentation,
+    )
+
+
+def make_pairs(number):
+    return make_data(number)[0], [f"caption {i}" for i in range(number)]
+
+
+def test_pairs_stay_together():
+    images, captions = make_pairs(8)
+    x, y = first(make_pair_recipe().training_data((images, captions)), 4)
+    assert (x.shape, x.dtype) == ((16, 8, 8, 3), "float32")
+    for half in (slice(0, 8), slice(8, 16)):
+        order = [int(caption.split()[1]) for caption in y[half]]
+        assert sorted(order) == list(range(8))
+        np.testing.assert_array_equal(x[half], images[order])
+
+
+def test_images_are_augmented_and_captions_are_not():
+    images, captions = make_pairs(4)
+    x, y = first(make_pair_recipe("light0").training_data((images, captions)), 3)
+    assert {caption.decode() for caption in y} == set(captions)
+    known = {image.astype("float32").tobytes() for image in images}
+    assert not known & {image.tobytes() for image in x}
+
+
+def test_evaluation_leaves_out_pairs_that_fill_no_batch():
+    images, captions = make_pairs(10)
+    recipe = make_pair_recipe("light0")
+    x, y = first(recipe.evaluation_data((images, captions)), 5)
+    np.testing.assert_array_equal(x, images[:8])
+    assert [caption.decode() for caption in y] == captions[:8]
+
+
+def test_captions_of_token_ids():
+    def rows():
+        for height in (9, 12, 16, 20):
+            yield np.full((height, 10, 3), height, "uint8"), np.full(16, height)
+
+    dataset = tf.data.Dataset.from_generator(
+        rows,
+        output_signature=(
+            tf.TensorSpec((None, None, 3), "uint8"),
+            tf.TensorSpec((16,), "int32"),
+        ),
+    )
+    for batches in (
+        make_pair_recipe("light0").training_data(dataset),
+        make_pair_recipe().evaluation_data(dataset),
+    ):
+        x, y = first(batches)
+        assert (x.shape, y.shape) == ((4, 8, 8, 3), (4, 16))
+        np.testing.assert_allclose(x[:, 0, 0, 0], y[:, 0], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        np.zeros((4, 8, 8, 3)),
+        (np.zeros((4, 8, 8, 3)), np.zeros((4, 16))),
+        (np.zeros((4, 8, 8, 3)), [["a", "b"]] * 4),
+        (np.full((4, 8, 8, 3), np.nan), ["a"] * 4),
+        (np.zeros((4, 8, 8, 3)), ["a"] * 3),
+    ],
+)
+def test_bad_pairs_are_named(data):
+    for make in (make_pair_recipe().training_data, make_pair_recipe().evaluation_data):
+        with pytest.raises(ValueError, match="Received: "):
+            make(data)

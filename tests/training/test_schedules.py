@@ -68,16 +68,10 @@ def test_training_follows_it(name):
     np.testing.assert_allclose(moved, values(schedule, range(12)).sum(), rtol=1e-5)
 
 
-def test_without_warmup_it_starts_at_the_peak():
+def test_starts_and_ends():
     assert values(training.WarmupSchedule(0.3, 10), 0) == np.float32(0.3)
-
-
-def test_cooldown_stops_at_zero():
     # The released code goes on along the line, to -0.4 / sqrt(2) here.
     assert values(SCHEDULES["cooldown"], [9, 10, 11, 1000]).min() == 0.0
-
-
-def test_no_cooldown_no_end():
     far = values(SCHEDULES["rsqrt"], [10, 1000])
     np.testing.assert_allclose(far, [0.8 / 3**0.5, 0.8 / 333**0.5], rtol=1e-6)
 

@@ -31,7 +31,7 @@ def test_a_checkpoint_is_used_again_where_that_helps():
     # 2/3 is nearest to 0.7 that few parts of 0 and 1 can come.
     model = linear(1, 1)
     checkpoints = [[np.array([[value]])] for value in (0.0, 1.0, -3.0)]
-    soup = greedy_soup(model, checkpoints, nearness(0.7), verbose=0)
+    soup = greedy_soup(model, checkpoints, nearness(0.7))
     assert isinstance(soup, Soup)
     assert soup.chosen == (1, 0, 1)
     squares = -np.square([0.3, 0.2, 1 / 30])
@@ -40,7 +40,7 @@ def test_a_checkpoint_is_used_again_where_that_helps():
     np.testing.assert_allclose(model.get_weights()[0], [[2 / 3]], rtol=1e-6)
     # No more parts than asked for
     for size in (1, 2):
-        part = greedy_soup(model, checkpoints, nearness(0.7), size, verbose=0)
+        part = greedy_soup(model, checkpoints, nearness(0.7), size)
         assert part == Soup(soup.chosen[:size], soup.scores[:size], soup.alone)
     np.testing.assert_allclose(model.get_weights()[0], [[0.5]])
 
@@ -51,7 +51,7 @@ def test_against_a_search_step_by_step():
     found = target + rng.normal(size=(5, 8))
     model = linear(2, 2, 2)
     checkpoints = [[row[:4].reshape(2, 2), row[4:].reshape(2, 2)] for row in found]
-    soup = greedy_soup(model, checkpoints, nearness(target), max_size=6, verbose=0)
+    soup = greedy_soup(model, checkpoints, nearness(target), max_size=6)
 
     chosen, best = [], -np.inf
     for _ in range(6):
@@ -72,7 +72,7 @@ def test_against_a_search_step_by_step():
 def test_equal_scores_end_it_with_the_first():
     model = linear(1, 1)
     checkpoints = [[np.array([[0.1]], "float32")]] * 3
-    soup = greedy_soup(model, checkpoints, lambda model: 5, verbose=0)
+    soup = greedy_soup(model, checkpoints, lambda model: 5)
     assert soup == Soup((0,), (5.0,), (5.0,) * 3)
     # As it was, to the last bit
     assert model.get_weights()[0] == checkpoints[0][0]
@@ -104,7 +104,7 @@ def assert_equal(found, expected):
         np.testing.assert_array_equal(one, other)
 
 
-def test_files_and_what_is_left_alone(trained, capsys):
+def test_files_and_what_is_left_alone(trained):
     model, files, (x, y) = trained
     others = [v for v in model.variables if not any(v is w for w in model.weights)]
     others += model.optimizer.variables
@@ -114,14 +114,13 @@ def test_files_and_what_is_left_alone(trained, capsys):
         return -model.evaluate(x, y, verbose=0)
 
     soup = greedy_soup(model, [str(files[0]), *files[1:]], score)
-    assert "score" in capsys.readouterr().out
     assert_equal([v.numpy() for v in others], before)
     parts = []
     for index in soup.chosen:
         model.load_weights(files[index])
         parts.append(model.get_weights())
     mean = [np.mean(weight, axis=0) for weight in zip(*parts, strict=True)]
-    greedy_soup(model, files, score, verbose=0)
+    greedy_soup(model, files, score)
     for weight, expected in zip(model.get_weights(), mean, strict=True):
         assert_near(weight, expected, rtol=1e-5, atol=1e-6)
     assert score(model) == pytest.approx(soup.scores[-1], rel=1e-5)
@@ -142,7 +141,7 @@ def test_the_model_stays_as_it_was_after_a_failure(trained, call, error):
         return 1.0
 
     with pytest.raises(error):
-        greedy_soup(model, files, score, verbose=0)
+        greedy_soup(model, files, score)
     assert_equal(state(model), before)
 
 
@@ -151,7 +150,7 @@ def test_a_damaged_file(trained):
     before = state(model)
     linear(3, 5).save_weights(files[1])
     with pytest.raises(ValueError, match="could not be loaded"):
-        greedy_soup(model, files, lambda model: 1.0, verbose=0)
+        greedy_soup(model, files, lambda model: 1.0)
     assert_equal(state(model), before)
 
 
@@ -163,7 +162,7 @@ def test_memory_does_not_grow_with_the_files(tmp_path):
         model.save_weights(file)
     scores = iter(range(100))
     tracemalloc.start()
-    soup = greedy_soup(model, files, lambda _: next(scores), max_size=2, verbose=0)
+    soup = greedy_soup(model, files, lambda _: next(scores), max_size=2)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(soup.chosen) == 2
@@ -177,21 +176,17 @@ def test_memory_does_not_grow_with_the_files(tmp_path):
 @pytest.mark.parametrize(
     ("checkpoints", "message"),
     [
-        ([], r"checkpoints=\[\].*Save some"),
+        ([], r"checkpoints=\[\]"),
         ("a.weights.h5", "checkpoints='a.weights.h5'"),
         (3, "checkpoints=3"),
         (["no.weights.h5"], "existing file.*'no.weights.h5'"),
-        ([__file__], r"\.weights\.h5.*test_soups.py"),
-        ([[np.ones((2, 2))]], "1 arrays for 2 weights"),
-        (
-            [[np.ones((2, 2)), np.ones((2, 3))]],
-            r"\(2, 3\) where the model has \(2, 2\)",
-        ),
+        ([[np.ones((2, 2))]], r"\(2, 2\), \(2, 2\)\]. Received: \[\(2, 2\)\]"),
+        ([[np.ones((2, 2)), np.ones((2, 3))]], r"Received: \[\(2, 2\), \(2, 3\)\]"),
     ],
 )
 def test_checkpoints_that_do_not_fit(checkpoints, message):
     with pytest.raises(ValueError, match=message):
-        greedy_soup(linear(2, 2, 2), checkpoints, nearness(0.0), verbose=0)
+        greedy_soup(linear(2, 2, 2), checkpoints, nearness(0.0))
 
 
 @pytest.mark.parametrize("value", [None, [0.1, 0.2], "good", np.nan])
@@ -199,20 +194,16 @@ def test_score_that_is_no_number(value):
     model = linear(1, 1)
     before = model.get_weights()
     with pytest.raises(ValueError, match="one number.*with checkpoint 0"):
-        greedy_soup(model, [[np.ones((1, 1))]], lambda model: value, verbose=0)
+        greedy_soup(model, [[np.ones((1, 1))]], lambda model: value)
     assert_equal(model.get_weights(), before)
 
 
-@pytest.mark.parametrize("size", [0, 1.5, None])
-def test_size_of_a_soup(size):
-    with pytest.raises(ValueError, match=f"max_size={size}"):
-        greedy_soup(linear(1, 1), [[np.ones((1, 1))]], nearness(0.0), size)
-
-
-def test_models_without_weights_to_average():
-    with pytest.raises(ValueError, match="0 weights.*Build"):
+def test_other_arguments():
+    with pytest.raises(ValueError, match="max_size=0"):
+        greedy_soup(linear(1, 1), [[np.ones((1, 1))]], nearness(0.0), 0)
+    with pytest.raises(ValueError, match="must be built.*0 weights"):
         greedy_soup(keras.Sequential(), [[]], nearness(0.0))
     model = linear(4, 4)
     model.layers[0].quantize("int8")
-    with pytest.raises(ValueError, match="not floats.*kernel.*quantize it afterwards"):
+    with pytest.raises(ValueError, match="not floats.*kernel"):
         greedy_soup(model, [model.get_weights()], nearness(0.0))
