@@ -4,26 +4,11 @@ from collections.abc import Sequence
 
 import keras
 
+from keras_softmoe import checks
 from keras_softmoe.architecture.encoder import Encoder, EncoderLayers, chain_cost
 from keras_softmoe.architecture.settings import Settings, record
-from keras_softmoe.checks import (
-    check_choice,
-    check_whole_numbers,
-    checked_image_shape,
-    pair,
-    patch_grid,
-)
 from keras_softmoe.layer_cost import LayerCost, cost_of
-from keras_softmoe.layers import (
-    ClassToken,
-    PatchEmbedding,
-    PositionEmbedding,
-)
-from keras_softmoe.layers.embedding import (
-    POSITION_EMBEDDINGS,
-    Registers,
-    TokenEmbedding,
-)
+from keras_softmoe.layers import embedding
 from keras_softmoe.layers.pooling import POOLINGS, TEXT_POOLINGS, pool
 from keras_softmoe.ops.position import RESAMPLINGS
 
@@ -38,15 +23,15 @@ class Image(Settings):
     def __post_init__(self):
         super().__post_init__()
         self._set(
-            image_shape=checked_image_shape(self.image_shape),
-            patch_size=pair(self.patch_size),
+            image_shape=checks.checked_image_shape(self.image_shape),
+            patch_size=checks.pair(self.patch_size),
         )
-        patch_grid(self.image_shape, self.patch_size)
+        checks.patch_grid(self.image_shape, self.patch_size)
 
     @property
     def patch_grid(self) -> tuple[int, int]:
         """`(rows, columns)` of patches."""
-        return patch_grid(self.image_shape, self.patch_size)
+        return checks.patch_grid(self.image_shape, self.patch_size)
 
 
 @record
@@ -75,12 +60,16 @@ class ViT(Encoder, Image):
 
     def __post_init__(self):
         super().__post_init__()
-        check_choice("pooling", self.pooling, POOLINGS)
-        check_choice("position_embedding", self.position_embedding, POSITION_EMBEDDINGS)
-        check_choice("position_resampling", self.position_resampling, RESAMPLINGS)
-        check_whole_numbers(0, num_registers=self.num_registers)
+        checks.check_choice("pooling", self.pooling, POOLINGS)
+        checks.check_choice(
+            "position_embedding", self.position_embedding, embedding.POSITION_EMBEDDINGS
+        )
+        checks.check_choice(
+            "position_resampling", self.position_resampling, RESAMPLINGS
+        )
+        checks.check_whole_numbers(0, num_registers=self.num_registers)
         if self.representation_dim is not None:
-            check_whole_numbers(1, representation_dim=self.representation_dim)
+            checks.check_whole_numbers(1, representation_dim=self.representation_dim)
 
     @property
     def output_dim(self) -> int:
@@ -105,10 +94,10 @@ class ImageLayers:
         has_class_token = vit.pooling == "token"
         self.embedding = [patch_embedding(vit)]
         if has_class_token:
-            self.embedding.append(ClassToken(dtype=dtype, name="class_token"))
+            self.embedding.append(embedding.ClassToken(dtype=dtype, name="class_token"))
         if vit.position_embedding != "none":
             self.embedding.append(
-                PositionEmbedding(
+                embedding.PositionEmbedding(
                     vit.patch_grid,
                     kind=vit.position_embedding,
                     has_class_token=has_class_token,
@@ -119,7 +108,7 @@ class ImageLayers:
             )
         if vit.num_registers:
             self.embedding.append(
-                Registers(
+                embedding.Registers(
                     vit.num_registers, has_class_token, dtype=dtype, name="registers"
                 )
             )
@@ -173,7 +162,7 @@ class TextTower(Encoder, Text):
 
     def __post_init__(self):
         super().__post_init__()
-        check_choice("pooling", self.pooling, TEXT_POOLINGS)
+        checks.check_choice("pooling", self.pooling, TEXT_POOLINGS)
 
     @property
     def output_dim(self) -> int:
@@ -221,7 +210,7 @@ class TextLayers:
 
 def patch_embedding(settings):
     """Make the first layer for images."""
-    return PatchEmbedding(
+    return embedding.PatchEmbedding(
         settings.patch_size,
         settings.hidden_dim,
         dtype=settings.dtype,
@@ -231,7 +220,7 @@ def patch_embedding(settings):
 
 def token_embedding(settings):
     """Make the first layer for texts."""
-    return TokenEmbedding(
+    return embedding.TokenEmbedding(
         settings.vocabulary_size,
         settings.sequence_length,
         settings.hidden_dim,
