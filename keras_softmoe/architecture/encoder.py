@@ -136,11 +136,7 @@ class Encoder(Mixture):
 
 
 class EncoderLayers:
-    """Blocks `block_0`, `block_1`, ... and the normalization `encoder_norm`, not built.
-
-    Args:
-        settings: `Encoder`.
-    """
+    """The blocks `block_0`, ... of an `Encoder` and `encoder_norm`, not built."""
 
     def __init__(self, settings):
         routers, self.blocks = settings.routers, []

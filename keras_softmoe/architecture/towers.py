@@ -82,36 +82,31 @@ class ViT(Encoder, Image):
 
 
 class ImageLayers:
-    """The layers of a `ViT`, not built.
-
-    Args:
-        vit: `ViT`.
-    """
+    """The layers of a `ViT`, not built."""
 
     def __init__(self, vit):
-        self.vit = vit
-        dtype = vit.dtype
+        self.vit, dtype = vit, vit.dtype
         has_class_token = vit.pooling == "token"
-        self.embedding = [patch_embedding(vit)]
+        first = [patch_embedding(vit)]
         if has_class_token:
-            self.embedding.append(embedding.ClassToken(dtype=dtype, name="class_token"))
+            first.append(embedding.ClassToken(dtype=dtype, name="class_token"))
         if vit.position_embedding != "none":
-            self.embedding.append(
-                embedding.PositionEmbedding(
-                    vit.patch_grid,
-                    kind=vit.position_embedding,
-                    has_class_token=has_class_token,
-                    resampling=vit.position_resampling,
-                    dtype=dtype,
-                    name="position_embedding",
-                )
+            position = embedding.PositionEmbedding(
+                vit.patch_grid,
+                kind=vit.position_embedding,
+                has_class_token=has_class_token,
+                resampling=vit.position_resampling,
+                dtype=dtype,
+                name="position_embedding",
             )
+            first.append(position)
         if vit.num_registers:
-            self.embedding.append(
-                embedding.Registers(
-                    vit.num_registers, has_class_token, dtype=dtype, name="registers"
-                )
+            number = vit.num_registers
+            registers = embedding.Registers(
+                number, has_class_token, dtype=dtype, name="registers"
             )
+            first.append(registers)
+        self.embedding = first
         self.encoder = EncoderLayers(vit)
         self.attention_pooling = self.pre_logits = None
         if vit.pooling == "map":
@@ -175,11 +170,7 @@ class TextTower(Encoder, Text):
 
 
 class TextLayers:
-    """The layers of a `TextTower`, not built.
-
-    Args:
-        text: `TextTower`.
-    """
+    """The layers of a `TextTower`, not built."""
 
     def __init__(self, text):
         self.text = text

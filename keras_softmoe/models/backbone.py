@@ -13,35 +13,18 @@ import keras_hub
 from keras import ops
 
 from keras_softmoe.architecture import Settings, revive_router
-from keras_softmoe.keras_adapter.layers import (
-    flatten_layers,
-    zero_initialization,
-)
+from keras_softmoe.keras_adapter.layers import flatten_layers, zero_initialization
 from keras_softmoe.layer_cost import ITEMSIZE
 from keras_softmoe.layers import EncoderBlock, Experts
-from keras_softmoe.models.adaptation import (
-    check_lora_file,
-    enable_lora,
-    quantize,
-)
+from keras_softmoe.models import configuration
+from keras_softmoe.models.adaptation import EXPERT_LAYERS, enable_lora, quantize
 from keras_softmoe.models.arguments import check_pairs
-from keras_softmoe.models.configuration import (
-    base_config,
-    serialized_routers,
-    set_trainable_argument,
-    with_quantization,
-)
 from keras_softmoe.models.mutable_routing import MutableRouting, recompile_on_change
 from keras_softmoe.routers import record
 from keras_softmoe.sharding.variables import load_shards, weight_files
 
-# Settings that may change later, belong to Keras, or are models.
-_KEPT_ELSEWHERE = (
-    *("router", "group_images", "dtype"),
-    *("image_backbone", "text_backbone"),
-)
-
-
+# Settings that are properties, belong to Keras, or are models.
+_NO_ATTRIBUTES = ("router", "group_images", "dtype", "image_backbone", "text_backbone")
 # Two weights of int4 share a byte.
 _WEIGHTS_PER_BYTE = 2
 # Weights that a file need not hold: positions are resampled for larger images.
@@ -64,31 +47,35 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
         inputs: `keras.Input`, or a dict of them.
         outputs: dict of Keras tensors.
         name: str or `None`, name of the model.
-        trainable: bool or dict, see `_trainable`.
+        trainable: bool or dict, see `configuration.set_trainable_argument`.
+
+    Attributes:
+        hidden_dim, num_layers, moe_layers, image_shape, ...: all settings of the record
+            but `router`, `group_images` and `dtype`, which may change later.
     """
 
-    # Of configurations, beside the arguments
+    # Keys of configurations besides the arguments
     further_keys = ("quantization",)
 
     def __init__(self, architecture, inputs, outputs, name, trainable):
         super().__init__(
             inputs=inputs, outputs=outputs, dtype=architecture.dtype, name=name
         )
-        set_trainable_argument(self, trainable)
+        if trainable is not True:
+            configuration.set_trainable_argument(self, trainable)
         self._architecture = architecture
+        # `self.hidden_dim`, `self.num_layers`, ..., see the attributes above.
         for setting, value in architecture.flat().items():
-            if setting not in _KEPT_ELSEWHERE:
+            if setting not in _NO_ATTRIBUTES:
                 setattr(self, setting, value)
 
     @property
     def architecture(self) -> Settings:
         """The current `architecture.Settings` of the model."""
-        changed = {"dtype": base_config(self)["dtype"]}
+        changed = {"dtype": configuration.serialized_dtype(self)}
         if self.moe_layers:
-            changed |= {
-                "router": list(self.routers.values()),
-                "group_images": self.group_images,
-            }
+            changed["router"] = list(self.routers.values())
+            changed["group_images"] = self.group_images
         return self._architecture.replace(**changed)
 
     enable_lora, quantize = enable_lora, quantize
@@ -100,18 +87,17 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
 
     @property
     def group_images(self):
-        """Int, images (or pairs) that are routed together; `None` for the whole batch.
-
-        Change it with `set_routing`.
-        """
-        layers = [block.moe for block in self.blocks if block.moe is not None]
-        return layers[0].group_images if layers else self._architecture.group_images
+        """Images (or pairs) per group, an int; `None` for the whole batch."""
+        for block in self.blocks:
+            if block.moe is not None:
+                return block.moe.group_images
+        return self._architecture.group_images
 
     @property
     def routers(self):
         """Dict from the index of each MoE block to its router."""
-        blocks = self.blocks
-        return {index: blocks[index].moe.router for index in self.moe_layers}
+        indices = self.moe_layers
+        return {i: self.get_layer(f"block_{i}").moe.router for i in indices}
 
     @property
     def router(self):
@@ -141,29 +127,20 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
 
     def default_lora_layer_names(self):
         """Layers that `enable_lora` adapts: attention, MLPs and expert banks."""
-        return [
-            *super().default_lora_layer_names(),
-            "intermediate_dense",
-            "gate_dense",
-            "output_dense",
-        ]
-
-    def load_lora_weights(self, filepath):
-        check_lora_file(self, filepath)
-        super().load_lora_weights(filepath)
+        return [*super().default_lora_layer_names(), *EXPERT_LAYERS]
 
     def get_config(self):
         return {
             **self._architecture.flat(),
-            **base_config(self),
-            "router": serialized_routers(self),
+            **configuration.base_config(self),
+            "router": configuration.serialized_routers(self),
             "group_images": self.group_images,
         }
 
     @classmethod
     def from_config(cls, config):
         router = revive_router(config["router"])
-        config = with_quantization(config)
+        config = configuration.with_quantization(config)
         with zero_initialization(_FILE_BYTES.get() is not None):
             return super().from_config({**config, "router": router})
 
@@ -176,15 +153,14 @@ def _check_blocks(filepath, num_layers):
         with h5py.File(path) as file:
             if further in file:
                 raise ValueError(
-                    f"The weights in '{path}' are those of a model with more blocks, "
-                    "and the last ones would be left out. Received: "
-                    f"num_layers={num_layers}. Leave `num_layers` as it was saved, or "
-                    "start from random weights with `load_weights=False`."
+                    f"The weights in '{path}' are those of a model with more blocks. "
+                    f"Received: num_layers={num_layers}. Leave `num_layers` as it was "
+                    "saved, or pass `load_weights=False`."
                 )
 
 
 def _expert_banks(model):
-    """Return expert banks that files store as they are: no LoRA, not quantized."""
+    """Return the expert banks without LoRA that are not quantized."""
     return [
         bank
         for layer in flatten_layers(model)
@@ -310,11 +286,12 @@ class SingleModality:
         return self._encoder("text")
 
     def _encoder(self, modality):
-        # In an object that Keras does not track: encoders are no part of the model.
+        # In an object that Keras does not track: encoders are not part of the model.
         if self._encoders is None:
             self._encoders = SimpleNamespace(image=(None, None), text=(None, None))
         encoder, compiled_weights = getattr(self._encoders, modality)
-        # It is compiled with its weights, which quantization and LoRA replace.
+        # A compiled encoder has its weights built in, which quantization and LoRA
+        # replace.
         weights = [(variable.path, variable.dtype) for variable in self.variables]
         if weights != compiled_weights:
             like = self.input[INPUTS[modality]]

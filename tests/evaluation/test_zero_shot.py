@@ -6,7 +6,7 @@ Tests `evaluation/embeddings.py` and `models/class_embeddings.py`.
 import numpy as np
 import pytest
 
-import keras_softmoe.models.class_embeddings as module
+import keras_softmoe.models.pair_encoding as module
 from keras_softmoe.evaluation import zero_shot
 from keras_softmoe.evaluation.embeddings import ZeroShot
 from tests.support.close import assert_near

@@ -454,7 +454,7 @@ def test_batches_are_given_whole(model, x):
     y = tiny.labels(NUM_IMAGES)
     for source in (dataset(x, y), loader(x, y)):
         for extra in ({"y": y}, {"batch_size": 4}, {"sample_weight": y}):
-            message = f"together with {next(iter(extra))}. Leave that out"
+            message = f"together with {next(iter(extra))}"
             for method in (model.fit, model.evaluate):
                 with pytest.raises(ValueError, match=message):
                     method(source, verbose=0, **extra)
