@@ -1,5 +1,6 @@
 """The base of the records: settings by name, with defaults and checks."""
 
+import copy
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
@@ -76,6 +77,12 @@ class Settings:
     def replace(self, **changes) -> Self:
         """Return a record with other values, checked again."""
         return self.of({**self.flat(), **changes})
+
+    def with_values(self, **values) -> Self:
+        """Return a record with other values that are known to be valid."""
+        found = copy.copy(self)
+        found._set(**values)
+        return found
 
     def _set(self, **values):
         """Set fields in `__post_init__`, to values of one form."""

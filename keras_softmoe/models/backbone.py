@@ -76,7 +76,7 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
         if self.moe_layers:
             changed["router"] = list(self.routers.values())
             changed["group_images"] = self.group_images
-        return self._architecture.replace(**changed)
+        return self._architecture.with_values(**changed)
 
     enable_lora, quantize = enable_lora, quantize
 

@@ -77,22 +77,16 @@ def base_config(model, models_inside=()):
     """
     dtype = serialized_dtype(model, models_inside)
     config = {"name": model.name, "trainable": trainable_argument(model)}
-    is_quantized = dtype["class_name"] == _PolicyMap.__name__
-    return {
-        **config,
-        "dtype": dtype,
-        **({"quantization": dtype} if is_quantized else {}),
-    }
+    config["dtype"] = dtype
+    if dtype["class_name"] == _PolicyMap.__name__:
+        config["quantization"] = dtype
+    return config
 
 
 def serialized_dtype(model, models_inside=()):
     """Return the serialized dtype of a model, a map of policies if it is quantized.
 
-    KerasHub's takes the default dtype for all that is not quantized.
-
-    Args:
-        model: `keras_hub.models.Backbone`.
-        models_inside: models with configurations of their own.
+    Layers of `models_inside` are left out of the map.
     """
     inside = {id(layer) for part in models_inside for layer in flatten_layers(part)}
     policies = {

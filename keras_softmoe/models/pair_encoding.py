@@ -45,17 +45,10 @@ class PairEncoding:
             >>> similarity.shape
             (8, 8)
         """
-        images, channels = as_arrays(images), self.backbone.image_shape[-1]
+        images = as_arrays(images)
         self.check_input(images)
         arguments.check_finite_images(images)
-
-        def convert(batch):
-            if self.preprocessor is not None:
-                batch = self.preprocessor.convert(batch)
-            return repeat_grey(batch, channels)
-
-        encoder = self.backbone.image_encoder
-        return self._encode(encoder, images, convert, "image", batch_size, verbose)
+        return self._encode("image", images, batch_size, verbose)
 
     def encode_text(self, captions, batch_size=64, verbose=0):
         """Compute embeddings of captions alone.
@@ -73,22 +66,25 @@ class PairEncoding:
 
         Source: as `encode_image`.
         """
-        token_ids = self._token_ids(captions)
-        encoder = self.backbone.text_encoder
-        return self._encode(encoder, token_ids, None, "text", batch_size, verbose)
+        return self._encode("text", self._token_ids(captions), batch_size, verbose)
 
-    def _encode(self, encoder, inputs, convert, modality, batch_size, verbose):
+    def _encode(self, modality, inputs, batch_size, verbose):
+        """Return the embeddings of images or token ids, batch by batch."""
+        check_whole_numbers(1, batch_size=batch_size)
         if not len(inputs):
             raise ValueError(f"There is nothing to encode. Received: {inputs!r}.")
+        backbone, embeddings = self.backbone, []
+        encoder = getattr(backbone, f"{modality}_encoder")
         bar = keras.utils.Progbar(len(inputs), verbose=verbose, unit_name=modality)
-        embeddings = []
-        check_whole_numbers(1, batch_size=batch_size)
         for start in range(0, len(inputs), batch_size):
             batch = inputs[start : start + batch_size]
-            if convert is not None:
-                batch = convert(batch)
-            halves = {"image": None, "text": None} | {modality: batch}
-            arguments.check_pairs(self.backbone, halves["image"], halves["text"])
+            if modality == "text":
+                arguments.check_token_ids(batch, backbone.sequence_length)
+            else:
+                if self.preprocessor is not None:
+                    batch = self.preprocessor.convert(batch)
+                batch = repeat_grey(batch, backbone.image_shape[-1])
+                arguments.check_images(batch, backbone.image_shape)
             found = encoder.predict_on_batch(batch)
             embeddings.append(found[f"{modality}_embedding"])
             bar.update(min(start + batch_size, len(inputs)))
@@ -103,8 +99,7 @@ class PairEncoding:
             raise ValueError(
                 "Without a preprocessor there is no tokenizer: pass "
                 f"(N, {self.backbone.sequence_length}) int token ids, or give the task "
-                f"a `preprocessor`. Received: captions of type "
-                f"{type(captions).__name__}."
+                f"a `preprocessor`. Received: captions={type(captions).__name__}."
             )
         return self.preprocessor.tokenize(checked_captions(captions))
 
@@ -121,8 +116,7 @@ class PairEncoding:
         Raises:
             ValueError: if names repeat, or a template has no `{}`.
 
-        Source: LIMoE, appendix D.2, which follows Radford et al. 2021 (CLIP), section
-        3.1.4.
+        Source: LIMoE, appendix D.2; Radford et al. 2021 (CLIP), section 3.1.4.
         """
         return class_embeddings(self.encode_text, class_names, templates)
 
@@ -144,8 +138,6 @@ class PairEncoding:
 
         Raises:
             ValueError: as `class_embeddings` and `encode_image`.
-
-        Source: as `class_embeddings`.
 
         Examples:
             >>> scores = limoe.zero_shot(scenes, ["red circle", "blue star"], ["a {}"])

@@ -114,7 +114,7 @@ class TwoTowerBackbone(MoEBackbone, SingleModality):
 
     @property
     def architecture(self) -> Settings:
-        return self._architecture.replace(
+        return self._architecture.with_values(
             image_backbone=self.image_backbone.architecture,
             text_backbone=self.text_backbone.architecture,
         )

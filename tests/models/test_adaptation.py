@@ -1,6 +1,5 @@
 """LoRA and quantization of whole models: they reach the expert banks."""
 
-import h5py
 import keras
 import keras_hub
 import numpy as np
@@ -10,6 +9,7 @@ import keras_softmoe as ksm
 from keras_softmoe import layers, models
 from tests.support import tiny
 from tests.support.close import assert_near
+from tests.support.layer_checks import assert_same_weights
 from tests.support.references import to_numpy
 
 pytestmark = [tiny.FITTING, tiny.LOADING]
@@ -160,24 +160,6 @@ def test_lora_in_files(tmp_path):
     assert other.blocks[1].moe.experts.output_dense.lora_enabled
 
 
-def test_factors_that_experts_shared_are_refused(tmp_path):
-    file = str(tmp_path / "old.lora.h5")
-    backbone = tiny.backbone()
-    backbone.enable_lora(2)
-    backbone.save_lora_weights(file)
-    with h5py.File(file, "r+") as store:
-        for group in store["lora"].values():
-            values = group["vars"] if "vars" in group else group
-            if len(values.get("lora_kernel_b", np.zeros(1)).shape) == 3:
-                shared = values["lora_kernel_b"][0]
-                del values["lora_kernel_b"]
-                values["lora_kernel_b"] = shared
-    other = tiny.backbone()
-    with pytest.raises(ValueError, match=r"share the second.*shape=\(2, .*old\.lora"):
-        other.load_lora_weights(file)
-    assert not any("lora" in w.path for w in other.weights)
-
-
 @pytest.mark.parametrize("mode", ["int8", "int4"])
 def test_lora_of_a_quantized_model(mode, tmp_path):
     model, x = tiny.classifier(), tiny.pixels(8)
@@ -272,8 +254,7 @@ def test_int4_reaches_the_experts_and_round_trips(tmp_path):
         models.ViTMoEImageClassifier.from_preset(str(tmp_path / "int4")),
         keras.saving.load_model(tmp_path / "int4.keras"),
     ):
-        for one, other in zip(revived.get_weights(), model.get_weights(), strict=True):
-            np.testing.assert_array_equal(one, other)
+        assert_same_weights(revived, model)
         assert_near(tiny.predict(revived, x), actual, rtol=1e-4, atol=1e-5)
 
 
@@ -302,8 +283,7 @@ def test_int8_reaches_the_experts_and_round_trips(tmp_path):
     ):
         bank = revived.backbone.blocks[1].moe.experts.output_dense
         assert bank.quantization_mode == "int8"
-        for one, other in zip(revived.get_weights(), model.get_weights(), strict=True):
-            np.testing.assert_array_equal(one, other)
+        assert_same_weights(revived, model)
     assert_near(tiny.predict(revived, x), actual, rtol=1e-4, atol=1e-5)
 
 
