@@ -318,7 +318,7 @@ class ModalityEncoder(keras.Model, MutableRouting):
 
 
 def normalized(x):
-    """Return vectors of length one, in float32: `x / (|x| + 1e-8)`."""
+    """Return vectors of length one in float32, `x / (|x| + 1e-8)`."""
     x = ops.cast(x, "float32")
     length = ops.sqrt(ops.sum(ops.square(x), axis=-1, keepdims=True))
     return x / (length + 1e-8)

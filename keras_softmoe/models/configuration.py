@@ -19,10 +19,8 @@ _PolicyMap = keras.dtype_policies.DTypePolicyMap
 def set_trainable_argument(model, trainable):
     """Freeze a model according to the argument `trainable` of its constructor.
 
-    Args:
-        model: `keras.Model` with all its layers. (Keras applies the argument before
-            there are any.)
-        trainable: bool; or dict, as `trainable_argument` returns it.
+    Keras would apply it before there are layers. It is a bool; or a dict, as
+    `trainable_argument` returns it.
     """
     flags = trainable.items() if isinstance(trainable, dict) else [("", trainable)]
     if not all(isinstance(p, str) and isinstance(flag, bool) for p, flag in flags):
@@ -71,9 +69,7 @@ def serialized_routers(model):
 def base_config(model, models_inside=()):
     """Return the arguments of all backbones: name, dtype, frozen and quantized parts.
 
-    Args:
-        model: `keras_hub.models.Backbone`.
-        models_inside: models with configurations of their own.
+    `models_inside` are models with configurations of their own.
     """
     dtype = serialized_dtype(model, models_inside)
     config = {"name": model.name, "trainable": trainable_argument(model)}
@@ -103,9 +99,8 @@ def serialized_dtype(model, models_inside=()):
 def with_quantization(config):
     """Return arguments of a backbone with the quantized layers in its `dtype`.
 
-    Args:
-        config: dict from `base_config` in which `dtype` may have been replaced, by
-            `None` or by the dtype of all that is not quantized.
+    In `config`, from `base_config`, `dtype` may have been replaced, by `None` or by the
+    dtype of all that is not quantized.
     """
     config = dict(config)
     kept, dtype = config.pop("quantization", None), config.get("dtype")
@@ -161,12 +156,8 @@ def with_optimizer(model, compile_config, **own):
     """Add to a compile configuration whether the optimizer is built.
 
     With LoRA it is empty, see `with_compilation`. (Not `None`: Keras compiles the clone
-    of a compiled model with it.)
-
-    Args:
-        model: task.
-        compile_config: dict or `None`, from `keras.Model.get_compile_config`.
-        **own: arguments of `compile` for `compile_from_config` alone, not for clones.
+    of a compiled model with it.) `own` are arguments of `compile` for
+    `compile_from_config` alone, not for clones.
     """
     if has_factors(model):
         return {}

@@ -57,12 +57,6 @@ def prepare(
         drop_remainder: bool, whether the last incomplete batch of arrays is dropped.
         class_weight: dict from all classes to weights, or `None`. Keras applies it to
             arrays and `tf.data`.
-
-    Raises:
-        ValueError: if arrays differ in length, there are none or no batches, images or
-            weights are not finite, labels are not classes, labels and weights are given
-            beside batches, or several processes cannot share the batches. (Elements of
-            `tf.data` are not checked.)
     """
     # KerasHub has imported TensorFlow already.
     import tensorflow as tf
@@ -199,13 +193,7 @@ def _check_samples(model, x, y=None, weight=None):
 
 
 def check_finite(kind, row, array):
-    """Raise unless an array of labels or sample weights has finite numbers.
-
-    Args:
-        kind: str, the subject of the message.
-        row: str, an element of the array.
-        array: `(N, ...)` NumPy array.
-    """
+    """Raise unless an array has finite numbers; `kind` and `row` name them."""
     wrong = checks.first_not_finite(array)
     if wrong is not None:
         raise ValueError(
@@ -216,12 +204,9 @@ def check_finite(kind, row, array):
 
 
 def checked_class_weight(class_weight, num_classes):
-    """Return a dict with the weights of all classes; the default is 1.
+    """Return a dict with the weights of all classes, 1 unless given, or raise.
 
     Keras needs a weight for every class, and ignores keys that are no classes.
-
-    Raises:
-        ValueError: if it is no dict from classes to finite numbers.
     """
     # With one output there are two classes.
     classes = range(max(num_classes, 2))
@@ -247,10 +232,7 @@ def as_arrays(data):
 
     Args:
         data: array or tensor of any library; PIL image, which becomes a batch of one;
-            list of them; or a dict of all this.
-
-    Raises:
-        ValueError: if the images of a list differ in size.
+            list of them, of one size; or a dict of all this.
     """
     if type(data) is np.ndarray and data.dtype.kind != "U":
         return data
@@ -310,17 +292,13 @@ def without_column(x):
 
 
 def repeat_grey(images, channels):
-    """Repeat the channel of grey images; return others unchanged.
-
-    Args:
-        images: array or tensor, also of TensorFlow in a pipeline on another backend.
-        channels: int.
-    """
+    """Repeat the channel of grey images; return others unchanged."""
     shape = getattr(images, "shape", ())
     if channels == 1 or len(shape) != 4 or shape[-1] != 1:
         return images
     if isinstance(images, np.ndarray):
         return np.repeat(images, channels, axis=-1)
+    # In a pipeline tensors are TensorFlow's on every backend.
     tf = sys.modules.get("tensorflow")
     if tf is not None and tf.is_tensor(images):
         return tf.repeat(images, channels, axis=-1)

@@ -58,19 +58,17 @@ def fit(  # noqa: D417
 
     Args:
         x: `(N, height, width, channels)` images from 0 to 255 (without a preprocessor,
-            from -1 to 1), an array or a list of arrays or PIL images; grey ones have
-            their channel repeated. Or an iterable of batches `(x, y)`: a `tf.data` or
-            grain dataset, a PyTorch `DataLoader`, a `keras.utils.PyDataset`, a
-            generator. Or, for pairs, a dict of `"images"` and `"captions"`.
+            from -1 to 1), an array or a list of arrays or PIL images. Or an iterable of
+            batches `(x, y)`: a `tf.data` or grain dataset, a PyTorch `DataLoader`, a
+            `keras.utils.PyDataset`, a generator. Or, for pairs, a dict of `"images"`
+            and `"captions"`.
         y: `(N,)` int labels; of a contrastive task `N` captions, a list or array of
             str, or `(N, sequence_length)` int token ids. `None` with batches.
         batch_size: int. Defaults to 32. `None` with batches.
         sample_weight: optional `(N,)` array of finite numbers. Pairs have no weights.
         validation_data: optional `(x, y)` or batches.
-        validation_split: optional float, the fraction at the end of the arrays that is
-            kept for validation.
-        shuffle: bool, whether arrays, and the batches of a `PyDataset`, are shuffled
-            before each epoch.
+        validation_split: optional float, the last fraction of the arrays to validate.
+        shuffle: bool, whether arrays and batches of a `PyDataset` are shuffled.
         **kwargs: as in `keras.Model.fit`. `validation_batch_size` defaults to
             `batch_size`.
 
@@ -128,20 +126,8 @@ def evaluate(  # noqa: D417
     """Compute the loss (without balancing losses) and the metrics.
 
     For a contrastive task they depend on the batch size, since a caption is compared
-    within its batch; `evaluation.retrieval` compares it with all.
-
-    Args:
-        x: as in `fit`.
-        y: as in `fit`.
-        batch_size: int. Defaults to 32.
-        sample_weight: optional `(N,)` array of finite numbers.
-        **kwargs: as in `keras.Model.evaluate`.
-
-    Returns:
-        As `keras.Model.evaluate`.
-
-    Raises:
-        ValueError: as `fit`.
+    within its batch; `evaluation.retrieval` compares it with all. Data and errors are
+    those of `fit`, other arguments and results those of `keras.Model.evaluate`.
     """
     if not self.compiled:
         raise _not_compiled(self, "evaluate")
@@ -165,10 +151,6 @@ def predict(self, x: Any, batch_size: int | None = None, **kwargs):  # noqa: D41
     Returns:
         `(N, num_classes)` array of logits (or activations); of a contrastive task a
         dict of arrays, see its class.
-
-    Raises:
-        ValueError: if images have another shape than the model's and nothing resizes
-            them, a number is not finite, or captions are not those of the model.
     """
     if data.is_empty(x):
         return data.no_outputs(self)
@@ -280,12 +262,7 @@ class _DropWarning(keras.callbacks.Callback):
 def _with_drop_warning(model, rows, batches, batch_size, callbacks):
     """Return the callbacks of `fit`, with a `_DropWarning` where it applies.
 
-    Args:
-        model: task.
-        rows: pair `(x, y)` of arrays, or of batches and `None`.
-        batches: result of `model.batches`.
-        batch_size: int, rows in a batch.
-        callbacks: as in `keras.Model.fit`.
+    `rows` are the arguments `(x, y)` of `fit`, `batches` the result of `model.batches`.
     """
     is_own_list = isinstance(callbacks, keras.callbacks.CallbackList)
     may_drop = any(not router.mixes_tokens for router in model.routers.values())
@@ -355,16 +332,8 @@ _making = threading.Lock()
 def _run(model, batches, trains):
     """Open the scope of a run, after which the model has its weights in any case.
 
-    On JAX runs of one model in several threads take turns: Keras takes the weights out
-    of the model while a run lasts.
-
-    Args:
-        model: `keras.Model`.
-        batches: batches of `fit` and `evaluate`.
-        trains: bool, whether the run is `fit`.
-
-    Raises:
-        ValueError: if another thread trains the model, on JAX.
+    On JAX runs of one model in several threads take turns, and fail while another
+    thread trains it: Keras takes the weights out of the model while a run lasts.
     """
     if keras.backend.backend() == "torch":
         yield

@@ -91,13 +91,9 @@ class ViTMoEImageClassifierPreprocessor(keras_hub.models.ImageClassifierPreproce
 
 
 def fit_image_size(preprocessor, image_size):
-    """Let an image converter resize to the size that a backbone takes.
+    """Set the size of an image converter to a backbone's; raise if it cannot be used.
 
-    A preset that is loaded at another resolution brings the old size along.
-
-    Raises:
-        ValueError: if preprocessor or converter cannot be called, or the converter
-            takes images with their channels first.
+    A preset loaded at another resolution still has the old size.
     """
     converter = getattr(preprocessor, "image_converter", None)
     for name, value in (("preprocessor", preprocessor), ("image_converter", converter)):

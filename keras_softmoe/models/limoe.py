@@ -152,9 +152,6 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
             dict from the index of each MoE block to its `routers.Decision`. A pair has
             first the image's tokens, then the text's.
 
-        Raises:
-            ValueError: if both are missing or of another shape than the model's.
-
         Examples:
             >>> decisions = backbone.route(pairs["images"], pairs["token_ids"])
             >>> decisions[1].summary["load"].shape  # (G, E)

@@ -142,18 +142,7 @@ def _compile_if_changed(model, step, make):
 
 
 def _check_run(model, step):
-    """Check open scopes of `record` and the distribution of a model before a run.
-
-    Args:
-        model: `keras.Model`.
-        step: `"train"`, `"test"` or `"predict"`.
-
-    Raises:
-        ValueError: if a scope of `routers.record` is open around a compiled step,
-            variables do not lie where the active distribution says, the biases of
-            routers would not move with the steps of the optimizer, or the optimizer was
-            built for other variables.
-    """
+    """Check open scopes of `record`, the optimizer and the distribution of a model."""
     if is_recording() and _is_traced(model, step):
         method = {"train": "fit", "test": "evaluate", "predict": "predict"}[step]
         raise ValueError(

@@ -127,8 +127,8 @@ class PairEncoding:
 
         Args:
             images: as in `encode_image`.
-            class_names: `C` strings, all different.
-            templates: strings, each with `{}` where the name goes.
+            class_names: as in `class_embeddings`.
+            templates: as in `class_embeddings`.
             batch_size: int, images per forward pass.
             verbose: 0 or 1, whether to show a progress bar.
 
@@ -152,15 +152,9 @@ class PairEncoding:
 
 
 def class_embeddings(encode_text, class_names, templates):
-    """Compute embeddings of classes from their names, averaged over templates.
+    """Compute embeddings of classes, see `PairEncoding.class_embeddings`.
 
-    Args:
-        encode_text: callable from a list of `N` str to `(N, D)` embeddings.
-        class_names: `C` strings, all different.
-        templates: strings, each with `{}` where the name goes.
-
-    Returns:
-        `(C, D)` float32 array, of length 1 in each row.
+    `encode_text` is a callable from a list of `N` str to `(N, D)` embeddings.
     """
     names, templates = check_names(class_names), _strings("templates", templates)
     without = [text for text in templates if "{}" not in text]
