@@ -113,7 +113,7 @@ class Encoder(Mixture):
             moe_layers=routed,
             router=[self.routers[firsts[i]] for i in routed] or None,
         )
-        # Layers that are never used draw no seeds from those of the program.
+        # Layers that are never used must not change the seeds of the program.
         state = random.getstate()
         try:
             layers = settings.layers()
@@ -202,7 +202,7 @@ def chain_cost(layers, shape):
 def _block_indices(moe_layers, num_layers):
     """Return the indices of MoE blocks in ascending order, or raise."""
     indices = tuple(moe_layers) if np.iterable(moe_layers) else (None,)
-    # One more than there are blocks is an error in any case.
+    # One more than there are blocks is an error already.
     indices = indices[: num_layers + 1]
     if (
         not all(checks.is_whole_number(index, 0) for index in indices)

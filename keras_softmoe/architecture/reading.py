@@ -14,7 +14,7 @@ BY_NAME = {
     f"keras_softmoe>{cls.backbone}": cls for cls in (ViT, TextTower, LIMoE, TwoTowers)
 }
 
-# Arguments of all backbones that are no settings of their layers.
+# Arguments of all backbones besides the settings of their layers.
 _OF_MODELS = ("name", "trainable")
 
 

@@ -15,7 +15,7 @@ from keras_softmoe.ops.position import RESAMPLINGS
 
 @record
 class Image(Settings):
-    """Settings of the images that a model takes."""
+    """Settings of the images of a model."""
 
     image_shape: Sequence[int]
     patch_size: int | Sequence[int]
@@ -36,7 +36,7 @@ class Image(Settings):
 
 @record
 class Text(Settings):
-    """Settings of the texts that a model takes."""
+    """Settings of the texts of a model."""
 
     vocabulary_size: int
     sequence_length: int

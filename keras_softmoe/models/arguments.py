@@ -45,9 +45,9 @@ def check_kind(name, value, kind):
 
 
 def check_images(images, image_shape, any_size=False, grey=False):
-    """Raise unless a batch of images has the shape that a model takes.
+    """Raise unless a batch of images has the shape that a model expects.
 
-    Keras checks it too late: on JAX a step has taken the weights out of the model. Data
+    Keras checks it too late: on JAX a step has moved the weights out of the model. Data
     without a shape (a dataset) and unknown dimensions pass.
 
     Args:
@@ -68,7 +68,7 @@ def check_images(images, image_shape, any_size=False, grey=False):
         for sizes in zip(shape, accepted, strict=True)
     ):
         raise ValueError(
-            "The model takes images of shape (batch, height, width, channels) = "
+            "The model expects images of shape (batch, height, width, channels) = "
             f"{expected}. Received: images of shape {shape}. "
             f"{_remedy(shape, image_shape)}"
         )
@@ -116,13 +116,13 @@ def _remedy(shape, image_shape):
 
 
 def check_token_ids(token_ids, sequence_length):
-    """Raise unless a batch of texts has the length that a model takes."""
+    """Raise unless a batch of texts has the length that a model expects."""
     shape = getattr(token_ids, "shape", None)
     if shape is None or getattr(shape, "rank", 0) is None:
         return
     if len(shape) != 2 or shape[1] not in (None, sequence_length):
         raise ValueError(
-            "The model takes token ids of shape (batch, sequence length) = "
+            "The model expects token ids of shape (batch, sequence length) = "
             f"{(None, sequence_length)}. Received: token ids of shape {tuple(shape)}."
         )
 
@@ -144,7 +144,7 @@ def check_vocabulary(token_ids, backbone):
 
 
 def check_pairs(backbone, images, token_ids):
-    """Raise unless images, texts or both are batches that a model takes."""
+    """Raise unless images, texts or both are batches that a model accepts."""
     if images is None and token_ids is None:
         raise ValueError(
             "There is nothing to encode. Received: images=None, token_ids=None."

@@ -153,7 +153,7 @@ def _check_blocks(filepath, num_layers):
         with h5py.File(path) as file:
             if further in file:
                 raise ValueError(
-                    f"The weights in '{path}' are those of a model with more blocks. "
+                    f"The weights in '{path}' belong to a model with more blocks. "
                     f"Received: num_layers={num_layers}. Leave `num_layers` as it was "
                     "saved, or pass `load_weights=False`."
                 )
@@ -271,7 +271,7 @@ class SingleModality:
     _encoders = None
 
     def check_inputs(self, x):
-        """Raise unless a dict has images and token ids that the model takes."""
+        """Raise unless a dict has images and token ids that the model accepts."""
         if isinstance(x, dict):
             check_pairs(self, x.get("images"), x.get("token_ids"))
 

@@ -99,7 +99,7 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
         self._loss_name = loss
         names = ("image_to_text_accuracy", "text_to_image_accuracy")
         accuracies = [keras.metrics.Mean(name=name) for name in names]
-        # In an object that Keras does not track, or those of earlier calls would stay.
+        # In an object that Keras does not track: metrics of earlier calls would stay.
         self._own_metrics = SimpleNamespace(
             accuracies=accuracies if metrics == "auto" else [],
             routing_loss=fitting.RoutingLoss(self),
@@ -115,7 +115,7 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
         if not config:
             return config
         metrics = "auto" if self._own_metrics.accuracies else None
-        # `keras.models.clone_model` makes a plain model, which does not take `"auto"`.
+        # `keras.models.clone_model` makes a plain model, without `metrics="auto"`.
         config = {**config, "loss": self._loss_name, "metrics": None}
         return configuration.with_optimizer(self, config, metrics=metrics)
 
@@ -301,8 +301,8 @@ class LIMoEContrastive(ContrastiveTask):
 class TwoTowerContrastive(ContrastiveTask):
     """Contrastive learning with a tower for images and one for captions.
 
-    Arguments, inputs, outputs, methods and errors are those of `LIMoEContrastive`, with
-    a `TwoTowerBackbone` and a `TwoTowerPreprocessor`.
+    Arguments, inputs, outputs, methods and errors are as in `LIMoEContrastive`, with a
+    `TwoTowerBackbone` and a `TwoTowerPreprocessor`.
 
     Source: Soft MoE, section 4.
 

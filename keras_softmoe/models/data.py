@@ -206,7 +206,7 @@ def check_finite(kind, row, array):
 def checked_class_weight(class_weight, num_classes):
     """Return a dict with the weights of all classes, 1 unless given, or raise.
 
-    Keras needs a weight for every class, and ignores keys that are no classes.
+    Keras needs a weight for every class, and ignores other keys.
     """
     # With one output there are two classes.
     classes = range(max(num_classes, 2))
@@ -269,7 +269,7 @@ def _array(value):
 
 
 def _is_pil(value):
-    # Unless PIL is imported, there are no such images.
+    # Without PIL there are no such images.
     pil = sys.modules.get("PIL.Image")
     return pil is not None and isinstance(value, pil.Image)
 

@@ -74,9 +74,9 @@ def fit(  # noqa: D417
 
     Raises:
         ValueError: if arrays are empty or differ in length, a number is not finite,
-            images have another shape than the model's and nothing resizes them, or
-            labels or captions are not those of the model. (Elements of `tf.data` are
-            not checked.)
+            images have a shape that the model does not accept, or labels or
+            captions are not among the model's. (Elements of `tf.data` are not
+            checked.)
     """
     if not self.compiled:
         raise _not_compiled(self, "fit")
@@ -127,7 +127,7 @@ def evaluate(  # noqa: D417
 
     For a contrastive task they depend on the batch size, since a caption is compared
     within its batch; `evaluation.retrieval` compares it with all. Data and errors are
-    those of `fit`, other arguments and results those of `keras.Model.evaluate`.
+    as in `fit`, other arguments and results as in `keras.Model.evaluate`.
     """
     if not self.compiled:
         raise _not_compiled(self, "evaluate")
@@ -202,7 +202,7 @@ class RoutingLoss:
     def __init__(self, model):
         metric = keras.metrics.Mean(name="routing_loss")
         self.metrics = [metric] if model.routers else []
-        # Whether the latest step, or one that is traced, has such losses.
+        # Whether the latest step (or the step being traced) has such losses.
         self._has_losses = False
 
     def count(self, losses):
@@ -330,10 +330,10 @@ _making = threading.Lock()
 
 @contextlib.contextmanager
 def _run(model, batches, trains):
-    """Open the scope of a run, after which the model has its weights in any case.
+    """Open the scope of a run, after which the model has its weights also after errors.
 
     On JAX runs of one model in several threads take turns, and fail while another
-    thread trains it: Keras takes the weights out of the model while a run lasts.
+    thread trains it: during a run Keras moves the weights out of the model.
     """
     if keras.backend.backend() == "torch":
         yield

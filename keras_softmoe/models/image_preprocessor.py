@@ -103,7 +103,7 @@ def fit_image_size(preprocessor, image_size):
             )
     if getattr(converter, "data_format", None) == "channels_first":
         raise ValueError(
-            "The models take images with their channels last. Received: an "
+            "The models expect images with their channels last. Received: an "
             f"`image_converter` of class {type(converter).__name__} with "
             "data_format='channels_first', perhaps from "
             "`keras.config.image_data_format()`."

@@ -238,7 +238,7 @@ def _pruned(router, kept, method):
 
 
 def _copy(old, new, kept, method):
-    """Copy the weights of a block, in a mixture those of the kept experts."""
+    """Copy the weights of a block, in a mixture only of the kept experts."""
     for source, target in zip(old.weights, new.weights, strict=True):
         value = keras.ops.convert_to_numpy(source)
         if kept is not None and "/experts/" in source.path:

@@ -202,6 +202,6 @@ def _is_traced(model, step):
     """Return whether a step is traced, so that its tensors do not outlive it."""
     backend = keras.backend.backend()
     if backend == "jax":
-        # Gradients are traced in any case.
+        # Gradients are always traced.
         return step == "train" or (model.jit_compile and not model.run_eagerly)
     return backend == "tensorflow" and not model.run_eagerly

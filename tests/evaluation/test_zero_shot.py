@@ -1,6 +1,6 @@
 """Zero-shot classification with a model that can be worked out by hand.
 
-Tests `evaluation/embeddings.py` and `models/class_embeddings.py`.
+Tests `evaluation/embeddings.py` and `models/pair_encoding.py`.
 """
 
 import numpy as np
