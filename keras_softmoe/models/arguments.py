@@ -40,7 +40,8 @@ def check_kind(name, value, kind):
     """Raise unless an argument is an instance of a class."""
     if not isinstance(value, kind):
         raise ValueError(
-            f"`{name}` must be a `{kind.__name__}`. Received: {name}={quote(value)}."
+            f"`{name}` must be a `{kind.__name__}`, made or loaded with its "
+            f"`from_preset`. Received: {name}={quote(value)}."
         )
 
 
