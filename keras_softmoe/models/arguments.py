@@ -22,12 +22,11 @@ def arguments_of(cls):
 
 def offer_names(cls):
     """Class decorator: the error for a misspelt argument suggests the right one."""
-    init, known = cls.__init__, set(arguments_of(cls))
+    init, known = cls.__init__, arguments_of(cls)
 
     @functools.wraps(init)
     def __init__(self, *args, **kwargs):
-        if not kwargs.keys() <= known:
-            check_names(f"`{cls.__name__}`", kwargs, arguments_of(cls))
+        check_names(f"`{cls.__name__}`", kwargs, known)
         init(self, *args, **kwargs)
 
     # Keras recognizes constructors of functional models by their signature.

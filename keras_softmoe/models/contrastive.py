@@ -311,12 +311,9 @@ class TwoTowerContrastive(ContrastiveTask):
         ...     ksm.models.ViTMoEBackbone((32, 32, 3), 8, 1, 2, 32, 64),
         ...     ksm.models.TextMoEBackbone(400, 16, 1, 2, 32, 64),
         ... )
-        >>> preprocessor = ksm.models.TwoTowerPreprocessor(
-        ...     limoe.preprocessor.tokenizer, ksm.models.ViTMoEImageConverter((32, 32))
-        ... )
-        >>> model = ksm.models.TwoTowerContrastive(towers, preprocessor)
-        >>> model.encode_text(captions).shape
-        (8, 32)
+        >>> model = ksm.models.TwoTowerContrastive(towers)
+        >>> model.encode_text(np.ones((2, 16), "int32")).shape
+        (2, 32)
     """
 
     backbone_cls = TwoTowerBackbone

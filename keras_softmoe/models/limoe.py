@@ -58,9 +58,7 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
         `(B,)` and, if there is one, `"logit_bias"` `(B,)`, equal in all rows.
 
     Raises:
-        ValueError: if the patch does not divide the image, the heads do not divide the
-            width, `moe_layers` and `router` do not fit, or another argument is not
-            among the accepted values.
+        ValueError: if an argument is not among the accepted values.
 
     Source: LIMoE, section 2 and appendices A and E.5 (groups of 32 pairs).
 

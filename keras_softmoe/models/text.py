@@ -36,8 +36,7 @@ class TextMoEBackbone(MoEBackbone):
         `(B, S, D)`, the normalized tokens, and `"pooled_output"` `(B, D)`.
 
     Raises:
-        ValueError: if the heads do not divide the width, `moe_layers` and `router` do
-            not fit, or another argument is not among the accepted values.
+        ValueError: if an argument is not among the accepted values.
 
     Source: Soft MoE, section 4 (text tower of the contrastive models).
 

@@ -47,14 +47,9 @@ class ViTMoEBackbone(MoEBackbone):
         layer_norm_epsilon: float, added to the variance in layer normalizations.
         layer_scale: float or `None`, initial value of learned factors of the outputs of
             attention and MLPs.
-        group_images: int or `None`, images whose tokens are routed together, see
-            `layers.MoE` for this argument and the next six.
-        dispatcher: `"auto"`, `"gather"` or `"einsum"`.
-        equal_experts: bool, whether all experts of a block start with the same weights.
-        expert_dropout_rate: float, dropout inside the experts.
-        remat_experts: bool, whether the backward pass recomputes hidden activations.
-        dispatch_dtype: `None` or `"bfloat16"`.
-        shared_mlp_dim: int or `None`, hidden width of an MLP for all tokens.
+        group_images: int or `None`, images whose tokens are routed together. This and
+            `dispatcher`, `equal_experts`, `expert_dropout_rate`, `remat_experts`,
+            `dispatch_dtype` and `shared_mlp_dim` are arguments of `layers.MoE`.
         expert_mlp_dim: int or `None`, hidden width of an expert; `None` for `mlp_dim`.
         dtype: dtype or policy of all layers but the routers, which stay in float32.
         name: str or `None`, name of the model.
@@ -67,8 +62,7 @@ class ViTMoEBackbone(MoEBackbone):
 
     Raises:
         ValueError: if the patch does not divide the image, the heads do not divide the
-            width, `moe_layers` and `router` do not fit, or another argument is not
-            among the accepted values.
+            width, or another argument is not among the accepted values.
 
     Source: V-MoE, section 2; Soft MoE, section 2.
 
