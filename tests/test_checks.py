@@ -170,7 +170,7 @@ def test_shapes_of_images(value):
 
 @pytest.mark.parametrize("value", [1, "1", (1.0,), ("1",), (True,), (-1,), (2,)])
 def test_blocks_with_experts(value):
-    with pytest.raises(ValueError, match=r"from 0 to 1.*Received: moe_layers=.*\(1,\)"):
+    with pytest.raises(ValueError, match="from 0 to 1.*Received: moe_layers="):
         models.ViTMoEBackbone(**BACKBONE, moe_layers=value, router=SOFT)
 
 

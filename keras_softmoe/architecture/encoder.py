@@ -1,5 +1,6 @@
 """The Transformer encoder: blocks, some of them mixtures of experts."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -7,13 +8,8 @@ from typing import Any, ClassVar
 import keras
 import numpy as np
 
+from keras_softmoe import checks
 from keras_softmoe.architecture.settings import Settings, record
-from keras_softmoe.checks import (
-    check_num_heads,
-    check_whole_numbers,
-    is_whole_number,
-    quote,
-)
 from keras_softmoe.keras_adapter.layers import flatten_layers
 from keras_softmoe.layers import MLP, EncoderBlock, MoE
 from keras_softmoe.layers.pooling import AttentionPooling
@@ -35,12 +31,13 @@ class Mixture(Settings):
 
     def __post_init__(self):
         super().__post_init__()
-        # Also of a dense model: with other `moe_layers` it is a mixture of experts.
+        # Dense models, too: with other `moe_layers` they are mixtures of experts.
         MoE.check_settings(**self.mixture())
 
     def mixture(self) -> dict[str, Any]:
         """Return these settings alone, arguments of `layers.MoE`."""
-        return {name: getattr(self, name) for name in Mixture.names()}
+        names = (field.name for field in dataclasses.fields(Mixture))
+        return {name: getattr(self, name) for name in names}
 
 
 @record
@@ -65,18 +62,29 @@ class Encoder(Mixture):
 
     def __post_init__(self):
         super().__post_init__()
-        check_whole_numbers(
+        checks.check_whole_numbers(
             1,
             num_layers=self.num_layers,
             num_heads=self.num_heads,
             hidden_dim=self.hidden_dim,
             mlp_dim=self.mlp_dim,
         )
-        check_num_heads(self.num_heads, self.hidden_dim)
+        checks.check_num_heads(self.num_heads, self.hidden_dim)
         if self.expert_mlp_dim is not None:
-            check_whole_numbers(1, expert_mlp_dim=self.expert_mlp_dim)
+            checks.check_whole_numbers(1, expert_mlp_dim=self.expert_mlp_dim)
         self._set(moe_layers=_block_indices(self.moe_layers, self.num_layers))
-        _check_routers(self.moe_layers, self.router)
+        is_list = isinstance(self.router, list | tuple)
+        if is_list and len(self.router) != len(self.moe_layers):
+            raise ValueError(
+                "A list of routers has one for each MoE block. Received: "
+                f"{len(self.router)} routers for moe_layers={self.moe_layers}."
+            )
+        if not is_list and bool(self.moe_layers) != (self.router is not None):
+            raise ValueError(
+                "`moe_layers` and `router` go together: give both for mixtures of "
+                "experts, neither for a dense model. Received: "
+                f"moe_layers={self.moe_layers}, router={checks.quote(self.router)}."
+            )
 
     @property
     def routers(self) -> dict[int, Router]:
@@ -87,7 +95,7 @@ class Encoder(Mixture):
 
     @property
     def group_size(self) -> int:
-        """Images (or pairs) of a group, one where it is the whole batch."""
+        """Images (or pairs) per group; 1 if a group is the whole batch."""
         return self.group_images or 1
 
     @property
@@ -108,7 +116,7 @@ class Encoder(Mixture):
         return self.hidden_dim * columns
 
     def attention_pooling(self, name: str) -> AttentionPooling:
-        """Make a layer that pools tokens with the settings of the blocks."""
+        """Return a pooling layer with the settings of the blocks."""
         return AttentionPooling(
             self.num_heads,
             self.mlp_dim,
@@ -121,41 +129,33 @@ class Encoder(Mixture):
 
 
 class EncoderLayers:
-    """Blocks `block_0`, `block_1`, ... and the normalization `encoder_norm`, not built.
+    """The blocks `block_0`, ... of an `Encoder` and `encoder_norm`, not built.
 
-    Args:
-        settings: `Encoder`.
-        block: the class of the blocks: `EncoderBlock` or a subclass.
+    `block` is the class of the blocks.
     """
 
     def __init__(self, settings, block=EncoderBlock):
-        routers = settings.routers
-
-        def mlp(index):
-            known = {"activation": settings.activation, "dtype": settings.dtype}
-            if index not in routers:
-                return MLP(settings.mlp_dim, name="mlp", **known)
-            return MoE(
-                routers[index],
-                settings.expert_mlp_dim or settings.mlp_dim,
-                name="moe",
-                **known,
-                **settings.mixture(),
+        routers, self.blocks = settings.routers, []
+        common = {"activation": settings.activation, "dtype": settings.dtype}
+        for index in range(settings.num_layers):
+            if index in routers:
+                mlp_dim = settings.expert_mlp_dim or settings.mlp_dim
+                known = {**common, **settings.mixture()}
+                mlp = MoE(routers[index], mlp_dim, name="moe", **known)
+            else:
+                mlp = MLP(settings.mlp_dim, name="mlp", **common)
+            self.blocks.append(
+                block(
+                    settings.num_heads,
+                    mlp,
+                    use_qk_norm=settings.use_qk_norm,
+                    dropout_rate=settings.dropout_rate,
+                    layer_norm_epsilon=settings.layer_norm_epsilon,
+                    layer_scale=settings.layer_scale,
+                    dtype=settings.dtype,
+                    name=f"block_{index}",
+                )
             )
-
-        self.blocks = [
-            block(
-                settings.num_heads,
-                mlp(index),
-                use_qk_norm=settings.use_qk_norm,
-                dropout_rate=settings.dropout_rate,
-                layer_norm_epsilon=settings.layer_norm_epsilon,
-                layer_scale=settings.layer_scale,
-                dtype=settings.dtype,
-                name=f"block_{index}",
-            )
-            for index in range(settings.num_layers)
-        ]
         self.norm = keras.layers.LayerNormalization(
             epsilon=settings.layer_norm_epsilon,
             dtype=settings.dtype,
@@ -165,8 +165,8 @@ class EncoderLayers:
     def __call__(self, tokens, training=None, mask=None):
         """Encode tokens, or a dict from modalities to tokens."""
         # An explicit `None` would override the context of Keras' calls.
-        known = {"training": training, "mask": mask}
-        known = {name: value for name, value in known.items() if value is not None}
+        known = {} if training is None else {"training": training}
+        known |= {} if mask is None else {"mask": mask}
         for block in self.blocks:
             tokens = block(tokens, **known)
         if isinstance(tokens, dict):
@@ -180,36 +180,18 @@ def moe_layers_of(model: keras.Model) -> list[MoE]:
 
 
 def _block_indices(moe_layers, num_layers):
-    """Ascending tuple of the indices of blocks."""
+    """Return the indices of MoE blocks in ascending order, or raise."""
     indices = tuple(moe_layers) if np.iterable(moe_layers) else (None,)
+    # One more than there are blocks is an error already.
     indices = indices[: num_layers + 1]
-    wrong = not all(is_whole_number(index, 0) for index in indices)
     if (
-        wrong
+        not all(checks.is_whole_number(index, 0) for index in indices)
         or len(set(indices)) < len(indices)
         or max(indices, default=0) >= num_layers
     ):
         raise ValueError(
-            f"`moe_layers` counts blocks from 0 to {num_layers - 1}, each at most "
-            f"once. Received: moe_layers={quote(moe_layers)}, "
-            f"num_layers={num_layers}. Pass a tuple of ints, for example "
-            f"({num_layers - 1},)."
+            f"`moe_layers` must be block indices from 0 to {num_layers - 1}, each at "
+            f"most once. Received: moe_layers={checks.quote(moe_layers)}, "
+            f"num_layers={num_layers}."
         )
     return tuple(sorted(indices))
-
-
-def _check_routers(moe_layers, router):
-    """Raise unless there is a router for each MoE block."""
-    if not isinstance(router, list | tuple):
-        if bool(moe_layers) != (router is not None):
-            raise ValueError(
-                "`moe_layers` and `router` go together: give both for mixtures of "
-                "experts, neither for a dense model. Received: "
-                f"moe_layers={moe_layers}, router={quote(router)}."
-            )
-    elif len(router) != len(moe_layers):
-        raise ValueError(
-            "A list of routers has one for each MoE block. Received: "
-            f"{len(router)} routers for moe_layers={moe_layers}. Give as "
-            "many, or one for all."
-        )

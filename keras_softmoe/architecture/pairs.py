@@ -58,22 +58,15 @@ class LIMoE(Encoder, Text, Image):
 
 
 class PairLayers:
-    """The layers of a `LIMoE`, not built.
-
-    Args:
-        limoe: `LIMoE`.
-    """
+    """The layers of a `LIMoE`, not built."""
 
     def __init__(self, limoe):
-        self.limoe = limoe
-        dtype = limoe.dtype
+        self.limoe, dtype = limoe, limoe.dtype
+        position = PositionEmbedding(
+            limoe.patch_grid, dtype=dtype, name="image_position_embedding"
+        )
         self.embedding = {
-            "image": [
-                patch_embedding(limoe),
-                PositionEmbedding(
-                    limoe.patch_grid, dtype=dtype, name="image_position_embedding"
-                ),
-            ],
+            "image": [patch_embedding(limoe), position],
             "text": [token_embedding(limoe)],
         }
         self.encoder = EncoderLayers(limoe, LIMoEBlock)

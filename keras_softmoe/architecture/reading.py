@@ -14,7 +14,7 @@ BY_NAME = {
     f"keras_softmoe>{cls.backbone}": cls for cls in (ViT, TextTower, LIMoE, TwoTowers)
 }
 
-# Arguments of all backbones that are no settings of their layers.
+# Arguments of all backbones besides the settings of their layers.
 _OF_MODELS = ("name", "trainable")
 
 
@@ -23,12 +23,10 @@ def read(kind: str, config: Mapping) -> Settings:
 
     Args:
         kind: str, registered name of its class, one of `BY_NAME`.
-        config: dict of its arguments, as in its `get_config`, with routers or
-            serialized ones.
+        config: dict of its arguments, with routers or serialized ones.
 
     Raises:
-        ValueError: if an argument is unknown, missing or not accepted, or a router
-            cannot be made.
+        ValueError: if an argument is unknown, missing or not accepted.
     """
     config = {name: x for name, x in config.items() if name not in _OF_MODELS}
     cls = BY_NAME[kind]
@@ -42,10 +40,7 @@ def read(kind: str, config: Mapping) -> Settings:
 
 
 def revive_router(router: Any) -> Router | list | None:
-    """Return routers of their serialized form, without weights.
-
-    Args:
-        router: a router or a serialized one, a list of these, or `None`.
+    """Return a router of its serialized form; routers and `None` are returned as is.
 
     Raises:
         ValueError: if it cannot be made.
@@ -62,9 +57,8 @@ def revive_router(router: Any) -> Router | list | None:
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         reason = error
     raise ValueError(
-        "The router of this configuration cannot be made. It has to be a router of "
-        "`keras_softmoe.routers`, or serialized from one; import the module of one of "
-        f"your own first. Received: router={router!r}."
+        "The router of this configuration cannot be made. Import the module of a "
+        f"router of your own first. Received: router={router!r}."
     ) from reason
 
 

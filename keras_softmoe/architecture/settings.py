@@ -1,5 +1,6 @@
 """The base of the records: settings by name, with defaults and checks."""
 
+import copy
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
@@ -17,7 +18,7 @@ class Settings:
     refuses values that do not go together.
 
     Attributes:
-        backbone: str, the name of the class that takes these arguments.
+        backbone: str, the name of the class that has these arguments.
     """
 
     backbone: ClassVar[str]
@@ -27,12 +28,14 @@ class Settings:
 
     @classmethod
     def names(cls) -> dict[str, Any]:
-        """All settings with their defaults, `dataclasses.MISSING` where there is none.
+        """Return the defaults of all settings, `dataclasses.MISSING` if there is none.
 
-        Required ones come first.
+        Required settings come first.
         """
         found = {field.name: field.default for field in dataclasses.fields(cls)}
-        return dict(sorted(found.items(), key=lambda item: not _is_missing(item[1])))
+        return dict(
+            sorted(found.items(), key=lambda item: item[1] is not dataclasses.MISSING)
+        )
 
     @classmethod
     def of(cls, settings: Mapping) -> Self:
@@ -43,7 +46,7 @@ class Settings:
                 nearest name), or its value is not accepted.
         """
         accepted = cls.names()
-        required = [name for name, x in accepted.items() if _is_missing(x)]
+        required = [n for n, x in accepted.items() if x is dataclasses.MISSING]
         missing = [name for name in required if name not in settings]
         unknown = sorted(settings.keys() - accepted.keys())
         if missing or unknown:
@@ -59,25 +62,29 @@ class Settings:
 
     @classmethod
     def of_arguments(cls, scope: Mapping) -> Self:
-        """Make the record of the `locals()` of a constructor, as its first statement.
+        """Make the record from the `locals()` of a constructor.
 
-        Other names in the scope are left out.
+        Other names in the scope are ignored.
         """
-        return cls.of({name: scope[name] for name in cls.names()})
+        return cls(
+            **{field.name: scope[field.name] for field in dataclasses.fields(cls)}
+        )
 
     def flat(self) -> dict[str, Any]:
-        """Return all settings as a dict."""
+        """Return all settings as a dict, in the order of `names`."""
         return {name: getattr(self, name) for name in self.names()}
 
     def replace(self, **changes) -> Self:
         """Return a record with other values, checked again."""
         return self.of({**self.flat(), **changes})
 
+    def with_values(self, **values) -> Self:
+        """Return a record with other values that are known to be valid."""
+        found = copy.copy(self)
+        found._set(**values)
+        return found
+
     def _set(self, **values):
         """Set fields in `__post_init__`, to values of one form."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
-
-
-def _is_missing(default):
-    return default is dataclasses.MISSING

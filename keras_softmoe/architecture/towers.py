@@ -4,32 +4,17 @@ from collections.abc import Sequence
 
 import keras
 
+from keras_softmoe import checks
 from keras_softmoe.architecture.encoder import Encoder, EncoderLayers
 from keras_softmoe.architecture.settings import Settings, record
-from keras_softmoe.checks import (
-    check_choice,
-    check_whole_numbers,
-    checked_image_shape,
-    pair,
-    patch_grid,
-)
-from keras_softmoe.layers import (
-    ClassToken,
-    PatchEmbedding,
-    PositionEmbedding,
-)
-from keras_softmoe.layers.embedding import (
-    POSITION_EMBEDDINGS,
-    Registers,
-    TokenEmbedding,
-)
+from keras_softmoe.layers import embedding
 from keras_softmoe.layers.pooling import POOLINGS, TEXT_POOLINGS, pool
 from keras_softmoe.ops.position import RESAMPLINGS
 
 
 @record
 class Image(Settings):
-    """Settings of the images that a model takes."""
+    """Settings of the images of a model."""
 
     image_shape: Sequence[int]
     patch_size: int | Sequence[int]
@@ -37,20 +22,20 @@ class Image(Settings):
     def __post_init__(self):
         super().__post_init__()
         self._set(
-            image_shape=checked_image_shape(self.image_shape),
-            patch_size=pair(self.patch_size),
+            image_shape=checks.checked_image_shape(self.image_shape),
+            patch_size=checks.pair(self.patch_size),
         )
-        patch_grid(self.image_shape, self.patch_size)
+        checks.patch_grid(self.image_shape, self.patch_size)
 
     @property
     def patch_grid(self) -> tuple[int, int]:
         """`(rows, columns)` of patches."""
-        return patch_grid(self.image_shape, self.patch_size)
+        return checks.patch_grid(self.image_shape, self.patch_size)
 
 
 @record
 class Text(Settings):
-    """Settings of the texts that a model takes."""
+    """Settings of the texts of a model."""
 
     vocabulary_size: int
     sequence_length: int
@@ -74,12 +59,16 @@ class ViT(Encoder, Image):
 
     def __post_init__(self):
         super().__post_init__()
-        check_choice("pooling", self.pooling, POOLINGS)
-        check_choice("position_embedding", self.position_embedding, POSITION_EMBEDDINGS)
-        check_choice("position_resampling", self.position_resampling, RESAMPLINGS)
-        check_whole_numbers(0, num_registers=self.num_registers)
+        checks.check_choice("pooling", self.pooling, POOLINGS)
+        checks.check_choice(
+            "position_embedding", self.position_embedding, embedding.POSITION_EMBEDDINGS
+        )
+        checks.check_choice(
+            "position_resampling", self.position_resampling, RESAMPLINGS
+        )
+        checks.check_whole_numbers(0, num_registers=self.num_registers)
         if self.representation_dim is not None:
-            check_whole_numbers(1, representation_dim=self.representation_dim)
+            checks.check_whole_numbers(1, representation_dim=self.representation_dim)
 
     @property
     def output_dim(self) -> int:
@@ -96,36 +85,31 @@ class ViT(Encoder, Image):
 
 
 class ImageLayers:
-    """The layers of a `ViT`, not built.
-
-    Args:
-        vit: `ViT`.
-    """
+    """The layers of a `ViT`, not built."""
 
     def __init__(self, vit):
-        self.vit = vit
-        dtype = vit.dtype
+        self.vit, dtype = vit, vit.dtype
         has_class_token = vit.pooling == "token"
-        self.embedding = [patch_embedding(vit)]
+        first = [patch_embedding(vit)]
         if has_class_token:
-            self.embedding.append(ClassToken(dtype=dtype, name="class_token"))
+            first.append(embedding.ClassToken(dtype=dtype, name="class_token"))
         if vit.position_embedding != "none":
-            self.embedding.append(
-                PositionEmbedding(
-                    vit.patch_grid,
-                    kind=vit.position_embedding,
-                    has_class_token=has_class_token,
-                    resampling=vit.position_resampling,
-                    dtype=dtype,
-                    name="position_embedding",
-                )
+            position = embedding.PositionEmbedding(
+                vit.patch_grid,
+                kind=vit.position_embedding,
+                has_class_token=has_class_token,
+                resampling=vit.position_resampling,
+                dtype=dtype,
+                name="position_embedding",
             )
+            first.append(position)
         if vit.num_registers:
-            self.embedding.append(
-                Registers(
-                    vit.num_registers, has_class_token, dtype=dtype, name="registers"
-                )
+            number = vit.num_registers
+            registers = embedding.Registers(
+                number, has_class_token, dtype=dtype, name="registers"
             )
+            first.append(registers)
+        self.embedding = first
         self.encoder = EncoderLayers(vit)
         self.attention_pooling = self.pre_logits = None
         if vit.pooling == "map":
@@ -171,7 +155,7 @@ class TextTower(Encoder, Text):
 
     def __post_init__(self):
         super().__post_init__()
-        check_choice("pooling", self.pooling, TEXT_POOLINGS)
+        checks.check_choice("pooling", self.pooling, TEXT_POOLINGS)
 
     @property
     def output_dim(self) -> int:
@@ -188,11 +172,7 @@ class TextTower(Encoder, Text):
 
 
 class TextLayers:
-    """The layers of a `TextTower`, not built.
-
-    Args:
-        text: `TextTower`.
-    """
+    """The layers of a `TextTower`, not built."""
 
     def __init__(self, text):
         self.text = text
@@ -219,7 +199,7 @@ class TextLayers:
 
 def patch_embedding(settings):
     """Make the first layer for images."""
-    return PatchEmbedding(
+    return embedding.PatchEmbedding(
         settings.patch_size,
         settings.hidden_dim,
         dtype=settings.dtype,
@@ -229,7 +209,7 @@ def patch_embedding(settings):
 
 def token_embedding(settings):
     """Make the first layer for texts."""
-    return TokenEmbedding(
+    return embedding.TokenEmbedding(
         settings.vocabulary_size,
         settings.sequence_length,
         settings.hidden_dim,

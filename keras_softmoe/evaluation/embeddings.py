@@ -304,7 +304,7 @@ def zero_shot(
     """
     check_whole_numbers(1, batch_size=batch_size)
     # On first use, since `models` imports KerasHub.
-    from keras_softmoe.models import class_embeddings as named
+    from keras_softmoe.models import pair_encoding as named
 
     names = named.check_names(class_names)
     if labels is not None:

@@ -35,8 +35,10 @@ from keras_softmoe.models.image_preprocessor import (
     ViTMoEImageClassifierPreprocessor as ViTMoEImageClassifierPreprocessor,
     ViTMoEImageConverter as ViTMoEImageConverter,
 )
-from keras_softmoe.models.limoe import LIMoEBackbone as LIMoEBackbone
-from keras_softmoe.models.pruning import prune_experts as prune_experts
+from keras_softmoe.models.limoe import (
+    LIMoEBackbone as LIMoEBackbone,
+    prune_experts as prune_experts,
+)
 from keras_softmoe.models.text import TextMoEBackbone as TextMoEBackbone
 from keras_softmoe.models.two_towers import TwoTowerBackbone as TwoTowerBackbone
 from keras_softmoe.models.vit import ViTMoEBackbone as ViTMoEBackbone

@@ -18,18 +18,17 @@ from keras_softmoe.layers.expert_bank import (
 )
 from keras_softmoe.layers.template_experts import TemplateExperts
 
+# Layers that `enable_lora` adapts by default, besides those of KerasHub
+EXPERT_LAYERS = ("intermediate_dense", "gate_dense", "output_dense")
+
 
 def merge_lora(model: keras.Model) -> list:
     """Fold the factors of LoRA into the kernels, in all layers of a model.
 
-    The outputs stay the same, and the layers are ordinary ones again, expert banks and
-    those of Keras. Files hold the sum anyway.
-
-    Weights that `enable_lora` froze stay frozen, apart from the kernels that had
-    factors. To unfreeze all of them, set `model.trainable = False` and then `True`
-    (TensorFlow ignores a value that is set already). Compile the model again before
-    further training, and a model of your own around it before any use. Merge before
-    you quantize: in int8 and int4 the sums are rounded, which removes small changes.
+    The outputs stay the same. Weights that `enable_lora` froze stay frozen, apart from
+    the kernels that had factors. Compile the model again before further training, and a
+    model of your own around it before any use. Merge before you quantize: in int8 and
+    int4 the sums are rounded.
 
     Args:
         model: `keras.Model` or `keras.Layer`.
@@ -39,9 +38,7 @@ def merge_lora(model: keras.Model) -> list:
 
     Examples:
         >>> model = ksm.models.ViTMoEBackbone((32, 32, 3), 8, 1, 2, 32, 64)
-        >>> model.enable_lora(
-        ...     4
-        ... )  # then train it, for example with `fit` of a classifier
+        >>> model.enable_lora(4)  # and train it
         >>> ksm.models.merge_lora(model)
     """
     layers = flatten_layers(model)
@@ -60,9 +57,10 @@ def merge_lora(model: keras.Model) -> list:
 def enable_lora(self, rank, target_layer_names=None):
     """Freeze the weights, and add factors to some layers; a method of backbones.
 
-    As `keras_hub.models.Backbone.enable_lora`, which passes over names that no layer
-    has, and experts that take no factors. `rank` is an int, `target_layer_names` a list
-    of str, or `None` for `default_lora_layer_names()`.
+    Args:
+        self: `keras_hub.models.Backbone`.
+        rank: int.
+        target_layer_names: list of str, or `None` for `default_lora_layer_names()`.
 
     Raises:
         ValueError: if no layer of such a name takes factors, or some have factors
@@ -70,9 +68,8 @@ def enable_lora(self, rank, target_layer_names=None):
     """
     if has_factors(self):
         raise ValueError(
-            "The model has factors of LoRA already, which would be frozen now. "
-            f"Received: enable_lora for {self.name!r} a second time. Fold them into "
-            "the kernels before, with `ksm.models.merge_lora(model)`."
+            "The model has factors of LoRA already. Received: enable_lora for "
+            f"{self.name!r} a second time. Call `ksm.models.merge_lora(model)` first."
         )
     layers = [x for x in flatten_layers(self) if x is not self and x.weights]
     known = self.default_lora_layer_names()
@@ -86,15 +83,15 @@ def enable_lora(self, rank, target_layer_names=None):
     if unknown or not set(names) & set(accepted):
         accepted = list(dict.fromkeys(accepted))
         raise ValueError(
-            "`target_layer_names` is a list of names of layers that take factors of "
-            f"LoRA.{did_you_mean(unknown, accepted)} Received: target_layer_names="
-            f"{quote(names)}. Take some of: {', '.join(accepted) or 'none here'}."
+            "`target_layer_names` must be names of layers that have factors of LoRA, "
+            f"here {', '.join(accepted) or 'none'}.{did_you_mean(unknown, accepted)} "
+            f"Received: target_layer_names={quote(names)}."
         )
     experts = [x.path for x in layers if isinstance(x, TemplateExperts)]
     if experts and target_layer_names is None:
         warnings.warn(
-            "Experts of any layer take no factors of LoRA, and are frozen now as all "
-            f"other weights are. Received: enable_lora for {', '.join(experts[:8])}. "
+            "Experts of any layer have no factors of LoRA, and are frozen now like all "
+            f"other weights. Received: enable_lora for {', '.join(experts[:8])}. "
             "Train them with `layer.trainable = True`, use `layers.MoE(router, "
             "mlp_dim=...)`, or pass `target_layer_names` without this warning.",
             stacklevel=2,
@@ -103,7 +100,7 @@ def enable_lora(self, rank, target_layer_names=None):
 
 
 def has_factors(model):
-    """Whether a layer of a model has factors of LoRA."""
+    """Return whether a layer of a model has factors of LoRA."""
     layers = flatten_layers(model)
     return any(getattr(layer, "lora_enabled", False) for layer in layers)
 
@@ -111,13 +108,13 @@ def has_factors(model):
 def quantize(self, mode=None, config=None, filters=None, **kwargs):
     """Quantize the weights, as `keras.Model.quantize`; a method of all models.
 
-    A mode that experts do not support is refused before any layer changes. In int4
+    A mode that experts do not support is an error before any layer changes. In int4
     the head of a classifier keeps its precision, unless there are `filters`: it is
-    small, and its rounding alone cost 9 to 17 points of accuracy on digits.
+    small, and rounding it costs much accuracy.
     """
-    mode_of_config = getattr(config, "mode", None)
     head = getattr(self, "output_dense", None)
-    if filters is None and head is not None and "int4" in (mode, mode_of_config):
+    is_int4 = "int4" in (mode, getattr(config, "mode", None))
+    if filters is None and head is not None and is_int4:
 
         def filters(layer):
             return layer is not head

@@ -3,14 +3,10 @@
 import functools
 import inspect
 
-from keras_softmoe.checks import (
-    check_names,
-    first_not_finite,
-    keyword_names,
-    quote,
-)
+from keras_softmoe.checks import check_names, first_not_finite, keyword_names, quote
 
 
+@functools.cache
 def arguments_of(cls):
     """Return the names of all arguments of a constructor and of its base classes."""
     names = []
@@ -19,19 +15,18 @@ def arguments_of(cls):
             continue
         _, *parameters = inspect.signature(base.__init__).parameters.values()
         names += keyword_names(base.__init__)
-        further = [p.name for p in parameters if p.kind is p.VAR_KEYWORD]
-        if further != ["kwargs"]:
+        if "kwargs" not in [p.name for p in parameters if p.kind is p.VAR_KEYWORD]:
             break
-    return names
+    return tuple(names)
 
 
 def offer_names(cls):
     """Class decorator: the error for a misspelt argument suggests the right one."""
-    init = cls.__init__
+    init, known = cls.__init__, arguments_of(cls)
 
     @functools.wraps(init)
     def __init__(self, *args, **kwargs):
-        check_names(f"`{cls.__name__}`", kwargs, arguments_of(cls))
+        check_names(f"`{cls.__name__}`", kwargs, known)
         init(self, *args, **kwargs)
 
     # Keras recognizes constructors of functional models by their signature.
@@ -44,37 +39,16 @@ def check_kind(name, value, kind):
     """Raise unless an argument is an instance of a class."""
     if not isinstance(value, kind):
         raise ValueError(
-            f"`{name}` must be a `{kind.__name__}`: make one, or load one with "
-            f"`{kind.__name__}.from_preset`. Received: {name}={quote(value)}."
-        )
-
-
-def check_preprocessor(preprocessor):
-    """Raise unless a preprocessor and its image converter can be called."""
-    converter = getattr(preprocessor, "image_converter", None)
-    for name, value in (("preprocessor", preprocessor), ("image_converter", converter)):
-        if value is not None and not callable(value):
-            raise ValueError(
-                f"`{name}` must be callable, or `None`. Received: "
-                f"{name}={quote(value)}. Make one, for example with "
-                "`ViTMoEImageConverter(image_size)`."
-            )
-    if getattr(converter, "data_format", None) == "channels_first":
-        raise ValueError(
-            "The models take images with their channels last. Received: an "
-            f"`image_converter` of class {type(converter).__name__} with "
-            "data_format='channels_first', perhaps from "
-            "`keras.config.image_data_format()`. Make it with "
-            '`data_format="channels_last"`.'
+            f"`{name}` must be a `{kind.__name__}`, made or loaded with its "
+            f"`from_preset`. Received: {name}={quote(value)}."
         )
 
 
 def check_images(images, image_shape, any_size=False, grey=False):
-    """Raise unless a batch of images has the shape that a model takes.
+    """Raise unless a batch of images has the shape that a model expects.
 
-    Keras checks it as well, but on JAX in the middle of a step, after it has taken the
-    weights out of the model. Data without a shape (a dataset) and unknown dimensions
-    pass.
+    Keras checks it too late: on JAX a step has moved the weights out of the model. Data
+    without a shape (a dataset) and unknown dimensions pass.
 
     Args:
         images: array, tensor or `tf.TensorSpec`.
@@ -94,12 +68,11 @@ def check_images(images, image_shape, any_size=False, grey=False):
         for sizes in zip(shape, accepted, strict=True)
     ):
         raise ValueError(
-            "The model takes images of shape (batch, height, width, channels) = "
+            "The model expects images of shape (batch, height, width, channels) = "
             f"{expected}. Received: images of shape {shape}. "
             f"{_remedy(shape, image_shape)}"
         )
-    kind = getattr(images.dtype, "kind", "f")
-    if kind in "OSU":
+    if getattr(images.dtype, "kind", "f") in "OSU":
         raise ValueError(
             "Images are arrays of numbers. Received: images of dtype "
             f"{images.dtype}. Read the files first, for example with PIL's "
@@ -110,15 +83,13 @@ def check_images(images, image_shape, any_size=False, grey=False):
 def check_finite_images(images):
     """Raise if a NumPy array of images has NaN or infinity in it.
 
-    In training one of them makes all weights NaN; in prediction, the outputs of its
-    image and of those that are routed with it.
+    In training a single one makes all weights NaN.
     """
     wrong = first_not_finite(images)
     if wrong is not None:
         raise ValueError(
             "Images must be finite numbers. Received: NaN or infinity, first in "
-            f"image {wrong} of {len(images)}. Leave such images out, or mend their "
-            "source: `numpy.isfinite(images).all()` finds them."
+            f"image {wrong} of {len(images)}."
         )
 
 
@@ -145,27 +116,21 @@ def _remedy(shape, image_shape):
 
 
 def check_token_ids(token_ids, sequence_length):
-    """Raise unless a batch of texts has the length that a model takes."""
+    """Raise unless a batch of texts has the length that a model expects."""
     shape = getattr(token_ids, "shape", None)
     if shape is None or getattr(shape, "rank", 0) is None:
         return
     if len(shape) != 2 or shape[1] not in (None, sequence_length):
         raise ValueError(
-            "The model takes token ids of shape (batch, sequence length) = "
-            f"{(None, sequence_length)}. Received: token ids of shape {tuple(shape)}. "
-            "Pad or cut the texts, as the preset's preprocessor does."
+            "The model expects token ids of shape (batch, sequence length) = "
+            f"{(None, sequence_length)}. Received: token ids of shape {tuple(shape)}."
         )
 
 
 def check_vocabulary(token_ids, backbone):
-    """Raise unless token ids are those of a backbone's vocabulary.
+    """Raise unless a NumPy array of int token ids is of a backbone's vocabulary.
 
-    Backends treat others differently: an error of their own, NaN, zeros, or the
-    embedding of another token.
-
-    Args:
-        token_ids: NumPy array; only arrays of ints are checked.
-        backbone: a backbone of pairs.
+    Backends differ on other ids: an error, NaN, zeros, or another token's embedding.
     """
     size = getattr(backbone, "text_backbone", backbone).vocabulary_size
     if token_ids.dtype.kind not in "iu" or not token_ids.size:
@@ -173,18 +138,16 @@ def check_vocabulary(token_ids, backbone):
     least, largest = token_ids.min(), token_ids.max()
     if least < 0 or largest >= size:
         raise ValueError(
-            f"Token ids must be from 0 to {size - 1}, those of the model's vocabulary. "
-            f"Received: token ids from {least} to {largest}. Take them from the "
-            "tokenizer that belongs to the model."
+            f"Token ids must be from 0 to {size - 1}, the model's vocabulary. "
+            f"Received: token ids from {least} to {largest}."
         )
 
 
 def check_pairs(backbone, images, token_ids):
-    """Raise unless images, texts or both are batches that a model takes."""
+    """Raise unless images, texts or both are batches that a model accepts."""
     if images is None and token_ids is None:
         raise ValueError(
-            "There is nothing to encode: pass images, token ids or both. Received: "
-            "images=None, token_ids=None."
+            "There is nothing to encode. Received: images=None, token_ids=None."
         )
     check_images(images, backbone.image_shape)
     check_token_ids(token_ids, backbone.sequence_length)
@@ -192,6 +155,6 @@ def check_pairs(backbone, images, token_ids):
     counts = [shape[0] if shape is not None else None for shape in shapes]
     if None not in counts and counts[0] != counts[1]:
         raise ValueError(
-            "Images and texts come in pairs, so there must be equally many. Received: "
+            "Images and texts come in pairs and must be equally many. Received: "
             f"{counts[0]} images, {counts[1]} texts."
         )

@@ -2,7 +2,6 @@
 
 import contextlib
 import contextvars
-import copy
 import functools
 import math
 import os
@@ -14,34 +13,17 @@ import keras_hub
 from keras import ops
 
 from keras_softmoe.architecture import Settings, revive_router
-from keras_softmoe.keras_adapter.layers import (
-    flatten_layers,
-    zero_initialization,
-)
+from keras_softmoe.keras_adapter.layers import flatten_layers, zero_initialization
 from keras_softmoe.layers import EncoderBlock, Experts
-from keras_softmoe.models.adaptation import (
-    enable_lora,
-    quantize,
-)
+from keras_softmoe.models import configuration
+from keras_softmoe.models.adaptation import EXPERT_LAYERS, enable_lora, quantize
 from keras_softmoe.models.arguments import check_pairs
-from keras_softmoe.models.configuration import (
-    base_config,
-    dtype_config,
-    serialized_routers,
-    set_trainable_argument,
-    with_quantization,
-)
 from keras_softmoe.models.mutable_routing import MutableRouting, recompile_on_change
 from keras_softmoe.routers import record
 from keras_softmoe.sharding.variables import load_shards, weight_files
 
-# Settings that may change later, belong to Keras, or are models.
-_KEPT_ELSEWHERE = (
-    *("router", "group_images", "dtype"),
-    *("image_backbone", "text_backbone"),
-)
-
-
+# Settings that are properties, belong to Keras, or are models.
+_NO_ATTRIBUTES = ("router", "group_images", "dtype", "image_backbone", "text_backbone")
 # Two weights of int4 share a byte.
 _WEIGHTS_PER_BYTE = 2
 # Weights that a file need not hold: positions are resampled for larger images.
@@ -64,33 +46,36 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
         inputs: `keras.Input`, or a dict of them.
         outputs: dict of Keras tensors.
         name: str or `None`, name of the model.
-        trainable: bool or dict, see `_trainable`.
+        trainable: bool or dict, see `configuration.set_trainable_argument`.
+
+    Attributes:
+        hidden_dim, num_layers, moe_layers, image_shape, ...: all settings of the record
+            but `router`, `group_images` and `dtype`, which may change later.
     """
 
-    # Of configurations, beside the arguments
+    # Keys of configurations besides the arguments
     further_keys = ("quantization",)
 
     def __init__(self, architecture, inputs, outputs, name, trainable):
         super().__init__(
             inputs=inputs, outputs=outputs, dtype=architecture.dtype, name=name
         )
-        set_trainable_argument(self, trainable)
+        if trainable is not True:
+            configuration.set_trainable_argument(self, trainable)
         self._architecture = architecture
+        # `self.hidden_dim`, `self.num_layers`, ..., see the attributes above.
         for setting, value in architecture.flat().items():
-            if setting not in _KEPT_ELSEWHERE:
+            if setting not in _NO_ATTRIBUTES:
                 setattr(self, setting, value)
 
     @property
     def architecture(self) -> Settings:
         """The current `architecture.Settings` of the model."""
-        # Keras reads all properties when it saves or loads weights, so this one does
-        # not check again what layers have checked.
-        found = copy.copy(self._architecture)
-        vars(found)["dtype"] = dtype_config(self)
+        changed = {"dtype": configuration.serialized_dtype(self)}
         if self.moe_layers:
-            routing = {"router": list(self.routers.values())}
-            vars(found).update(routing, group_images=self.group_images)
-        return found
+            changed["router"] = list(self.routers.values())
+            changed["group_images"] = self.group_images
+        return self._architecture.with_values(**changed)
 
     enable_lora, quantize = enable_lora, quantize
 
@@ -101,18 +86,17 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
 
     @property
     def group_images(self):
-        """Int, images (or pairs) that are routed together; `None` for the whole batch.
-
-        Change it with `set_routing`.
-        """
-        layers = [block.moe for block in self.blocks if block.moe is not None]
-        return layers[0].group_images if layers else self._architecture.group_images
+        """Images (or pairs) per group, an int; `None` for the whole batch."""
+        for block in self.blocks:
+            if block.moe is not None:
+                return block.moe.group_images
+        return self._architecture.group_images
 
     @property
     def routers(self):
         """Dict from the index of each MoE block to its router."""
-        blocks = self.blocks
-        return {index: blocks[index].moe.router for index in self.moe_layers}
+        indices = self.moe_layers
+        return {i: self.get_layer(f"block_{i}").moe.router for i in indices}
 
     @property
     def router(self):
@@ -142,25 +126,20 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
 
     def default_lora_layer_names(self):
         """Layers that `enable_lora` adapts: attention, MLPs and expert banks."""
-        return [
-            *super().default_lora_layer_names(),
-            "intermediate_dense",
-            "gate_dense",
-            "output_dense",
-        ]
+        return [*super().default_lora_layer_names(), *EXPERT_LAYERS]
 
     def get_config(self):
         return {
             **self._architecture.flat(),
-            **base_config(self),
-            "router": serialized_routers(self),
+            **configuration.base_config(self),
+            "router": configuration.serialized_routers(self),
             "group_images": self.group_images,
         }
 
     @classmethod
     def from_config(cls, config):
         router = revive_router(config["router"])
-        config = with_quantization(config)
+        config = configuration.with_quantization(config)
         with zero_initialization(_FILE_BYTES.get() is not None):
             return super().from_config({**config, "router": router})
 
@@ -173,15 +152,14 @@ def _check_blocks(filepath, num_layers):
         with h5py.File(path) as file:
             if further in file:
                 raise ValueError(
-                    f"The weights in '{path}' are those of a model with more blocks, "
-                    "and the last ones would be left out. Received: "
-                    f"num_layers={num_layers}. Leave `num_layers` as it was saved, or "
-                    "start from random weights with `load_weights=False`."
+                    f"The weights in '{path}' belong to a model with more blocks. "
+                    f"Received: num_layers={num_layers}. Leave `num_layers` as it was "
+                    "saved, or pass `load_weights=False`."
                 )
 
 
 def _expert_banks(model):
-    """Return expert banks that files store as they are: no LoRA, not quantized."""
+    """Return the expert banks without LoRA that are not quantized."""
     return [
         bank
         for layer in flatten_layers(model)
@@ -289,7 +267,7 @@ class SingleModality:
     _encoders = None
 
     def check_inputs(self, x):
-        """Raise unless a dict has images and token ids that the model takes."""
+        """Raise unless a dict has images and token ids that the model accepts."""
         if isinstance(x, dict):
             check_pairs(self, x.get("images"), x.get("token_ids"))
 
@@ -304,11 +282,12 @@ class SingleModality:
         return self._encoder("text")
 
     def _encoder(self, modality):
-        # In an object that Keras does not track: encoders are no part of the model.
+        # In an object that Keras does not track: encoders are not part of the model.
         if self._encoders is None:
             self._encoders = SimpleNamespace(image=(None, None), text=(None, None))
         encoder, compiled_weights = getattr(self._encoders, modality)
-        # It is compiled with its weights, which quantization and LoRA replace.
+        # A compiled encoder has its weights built in, which quantization and LoRA
+        # replace.
         weights = [(variable.path, variable.dtype) for variable in self.variables]
         if weights != compiled_weights:
             like = self.input[INPUTS[modality]]
@@ -335,7 +314,7 @@ class ModalityEncoder(keras.Model, MutableRouting):
 
 
 def normalized(x):
-    """Return vectors of length one, in float32: `x / (|x| + 1e-8)`."""
+    """Return vectors of length one in float32, `x / (|x| + 1e-8)`."""
     x = ops.cast(x, "float32")
     length = ops.sqrt(ops.sum(ops.square(x), axis=-1, keepdims=True))
     return x / (length + 1e-8)

@@ -13,23 +13,20 @@ from keras_softmoe.keras_adapter.layers import (
 )
 from keras_softmoe.models.adaptation import has_factors
 
+_PolicyMap = keras.dtype_policies.DTypePolicyMap
+
 
 def set_trainable_argument(model, trainable):
     """Freeze a model according to the argument `trainable` of its constructor.
 
-    Args:
-        model: `keras.Model` with all its layers. (Keras applies the argument before
-            there are any.)
-        trainable: bool; or dict, as `trainable_argument` returns it.
-
-    Raises:
-        ValueError: if it is neither.
+    Keras would apply it before there are layers. It is a bool; or a dict, as
+    `trainable_argument` returns it.
     """
     flags = trainable.items() if isinstance(trainable, dict) else [("", trainable)]
     if not all(isinstance(p, str) and isinstance(flag, bool) for p, flag in flags):
         raise ValueError(
             "`trainable` must be a bool, or a dict from paths of layers to bools. "
-            f"Received: trainable={quote(trainable)}. Pass one of these."
+            f"Received: trainable={quote(trainable)}."
         )
     if trainable is not True:
         set_trainable(model, trainable)
@@ -38,12 +35,8 @@ def set_trainable_argument(model, trainable):
 def trainable_argument(model):
     """Return the argument `trainable` that describes the frozen parts of a model.
 
-    Args:
-        model: `keras.Model`.
-
-    Returns:
-        bool; or, where parts differ, a dict from the paths of layers (`""` for the
-        model itself) to bools.
+    It is a bool; or, if parts differ, a dict from the paths of layers (`""` for the
+    model itself) to bools.
     """
     parts = trainable_parts(model)
     if not parts:
@@ -52,53 +45,45 @@ def trainable_argument(model):
 
 
 def serialized_routers(model):
-    """Return the serialized router of a model, or a list if those of blocks differ.
-
-    Args:
-        model: `keras.Model` with `routers`; `None` is returned if there are none.
-    """
+    """Return the serialized router of a model, a list if they differ, or `None`."""
     found = []
     for router in model.routers.values():
         config = keras.saving.serialize_keras_object(router)
-        # It is built for the group size of the configuration, which may differ now.
+        # The group size at the first call, which may differ now
         config.pop("build_config", None)
         found.append(config)
     if has_factors(model):
-        # LoRA has frozen them, and files have kernels without LoRA.
+        # LoRA has frozen the routers, but files hold kernels without LoRA.
         for config in found:
             config["config"]["trainable"] = True
-    if all(config == found[0] for config in found):
-        return found[0] if found else None
-    return found
+    is_one = all(config == found[0] for config in found)
+    return next(iter(found), None) if is_one else found
 
 
 # === Dtypes and quantization ===
 #
-# The entry `quantization` repeats what `dtype` says of quantized layers, because
+# The entry `quantization` repeats the `dtype` of quantized layers, because
 # `keras_hub.models.Backbone.from_preset` overwrites `dtype`, with `None` by default.
 
 
 def base_config(model, models_inside=()):
     """Return the arguments of all backbones: name, dtype, frozen and quantized parts.
 
-    KerasHub's takes the default dtype for all that is not quantized.
-
-    Args:
-        model: `keras_hub.models.Backbone`.
-        models_inside: models with configurations of their own.
+    `models_inside` are models with configurations of their own.
     """
-    dtype = dtype_config(model, models_inside)
+    dtype = serialized_dtype(model, models_inside)
     config = {"name": model.name, "trainable": trainable_argument(model)}
-    is_quantized = dtype["class_name"] == "DTypePolicyMap"
-    return {
-        **config,
-        "dtype": dtype,
-        **({"quantization": dtype} if is_quantized else {}),
-    }
+    config["dtype"] = dtype
+    if dtype["class_name"] == _PolicyMap.__name__:
+        config["quantization"] = dtype
+    return config
 
 
-def dtype_config(model, models_inside=()):
-    """Return the serialized dtype of a backbone, see `base_config`."""
+def serialized_dtype(model, models_inside=()):
+    """Return the serialized dtype of a model, a map of policies if it is quantized.
+
+    Layers of `models_inside` are left out of the map.
+    """
     inside = {id(layer) for part in models_inside for layer in flatten_layers(part)}
     policies = {
         layer.path: own_policy(layer)
@@ -107,16 +92,15 @@ def dtype_config(model, models_inside=()):
     }
     dtype = getattr(model.dtype_policy, "default_policy", model.dtype_policy)
     if policies:
-        dtype = keras.dtype_policies.DTypePolicyMap(dtype.name, policies)
+        dtype = _PolicyMap(dtype.name, policies)
     return keras.dtype_policies.serialize(dtype)
 
 
 def with_quantization(config):
     """Return arguments of a backbone with the quantized layers in its `dtype`.
 
-    Args:
-        config: dict from `base_config` in which `dtype` may have been replaced, by
-            `None` or by the dtype of all that is not quantized.
+    In `config`, from `base_config`, `dtype` may have been replaced, by `None` or by the
+    dtype of all that is not quantized.
     """
     config = dict(config)
     kept, dtype = config.pop("quantization", None), config.get("dtype")
@@ -124,31 +108,29 @@ def with_quantization(config):
         return config
     kept = keras.dtype_policies.get(kept)
     dtype = kept.default_policy if dtype is None else keras.dtype_policies.get(dtype)
-    if not isinstance(dtype, keras.dtype_policies.DTypePolicyMap):
+    if not isinstance(dtype, _PolicyMap):
         policies = {
             path: policy.from_config({**policy.get_config(), "source_name": dtype.name})
             for path, policy in kept.items()
         }
-        dtype = keras.dtype_policies.DTypePolicyMap(dtype.name, policies)
+        dtype = _PolicyMap(dtype.name, policies)
     return {**config, "dtype": dtype}
 
 
 def own_policy(layer):
-    """Return the dtype policy of a layer, also where it has that of a whole model."""
+    """Return the dtype policy of a layer, also if it has the map of a whole model."""
     policy = layer.dtype_policy
-    is_map = isinstance(policy, keras.dtype_policies.DTypePolicyMap)
-    return policy[layer.path] if is_map else policy
+    return policy[layer.path] if isinstance(policy, _PolicyMap) else policy
 
 
 # === Compilation ===
 
-# Whether a preset is being saved.
 IN_PRESET = contextvars.ContextVar("configuration_is_for_a_preset", default=False)
 
 
 @contextlib.contextmanager
 def preset_is_saved():
-    """Make configurations those of presets, without the state of an optimizer.
+    """Open a scope in which configurations are of presets, without optimizer state.
 
     A model with LoRA is compiled when loaded from a preset, not from other files.
     """
@@ -162,8 +144,8 @@ def preset_is_saved():
 def with_compilation(model, config):
     """Add `compile=False` to a task's configuration if its file has no optimizer.
 
-    So it is of a task that was never compiled, and with LoRA: the file has the kernels
-    with the factors added, and no state for these.
+    This is the case for tasks never compiled and for tasks with LoRA, whose files hold
+    merged kernels and no optimizer state.
     """
     if model.compiled and (IN_PRESET.get() or not has_factors(model)):
         return config
@@ -174,20 +156,17 @@ def with_optimizer(model, compile_config, **own):
     """Add to a compile configuration whether the optimizer is built.
 
     With LoRA it is empty, see `with_compilation`. (Not `None`: Keras compiles the clone
-    of a compiled model with it.)
-
-    Args:
-        model: task.
-        compile_config: dict or `None`, from `keras.Model.get_compile_config`.
-        **own: arguments of `compile` for `compile_from_config` alone, not for clones.
+    of a compiled model with it.) `own` are arguments of `compile` for
+    `compile_from_config` alone, not for clones.
     """
     if has_factors(model):
         return {}
     if not compile_config:
         return compile_config
-    # Among the optimizer's arguments, where Keras ignores it.
-    known = {"is_built": model.optimizer.built, "own": own}
-    return {**compile_config, "optimizer": {**compile_config["optimizer"], **known}}
+    # Keras ignores further keys of the optimizer.
+    further = {"is_built": model.optimizer.built, "own": own}
+    optimizer = {**compile_config["optimizer"], **further}
+    return {**compile_config, "optimizer": optimizer}
 
 
 def compile_from_config(self, config):

@@ -8,7 +8,7 @@ import numpy as np
 from keras import ops
 
 from keras_softmoe.checks import check_choice, check_whole_numbers
-from keras_softmoe.models import fitting
+from keras_softmoe.models import configuration, data, fitting
 from keras_softmoe.models.adaptation import quantize
 from keras_softmoe.models.arguments import (
     check_images,
@@ -17,32 +17,23 @@ from keras_softmoe.models.arguments import (
     check_vocabulary,
     offer_names,
 )
-from keras_softmoe.models.balance import RoutingLoss
-from keras_softmoe.models.configuration import (
-    compile_from_config,
-    set_trainable_argument,
-    trainable_argument,
-    with_compilation,
-    with_optimizer,
-)
 from keras_softmoe.models.contrastive_preprocessor import (
     LIMoEPreprocessor,
     TwoTowerPreprocessor,
     fit_preprocessor,
     no_weights,
 )
-from keras_softmoe.models.data import as_arrays, prepare, repeat_grey
 from keras_softmoe.models.limoe import LIMoEBackbone
 from keras_softmoe.models.mutable_routing import MutableRouting, recompile_on_change
 from keras_softmoe.models.pair_encoding import PairEncoding
 from keras_softmoe.models.two_towers import TwoTowerBackbone
-from keras_softmoe.ops.contrastive import (
-    sigmoid_contrastive_loss,
-    softmax_contrastive_loss,
-)
+from keras_softmoe.ops import contrastive
 from keras_softmoe.sharding.constraints import check_model
 
-LOSSES = {"softmax": softmax_contrastive_loss, "sigmoid": sigmoid_contrastive_loss}
+LOSSES = {
+    "softmax": contrastive.softmax_contrastive_loss,
+    "sigmoid": contrastive.sigmoid_contrastive_loss,
+}
 
 
 @recompile_on_change
@@ -50,20 +41,12 @@ LOSSES = {"softmax": softmax_contrastive_loss, "sigmoid": sigmoid_contrastive_lo
 class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
     """Base class of contrastive learning on pairs of image and caption.
 
-    `models` attaches `from_preset`, `save_to_preset` and `export`.
-
-    Args:
-        backbone: a model from `"images"` and `"token_ids"` to `"image_embedding"`,
-            `"text_embedding"`, `"logit_scale"` and perhaps `"logit_bias"`.
-        preprocessor: `None` or a `ContrastivePreprocessor`. Its image converter
-            resizes to the size that the backbone takes.
-        compile: bool, whether to compile at once with the defaults of `compile`.
-        name: str or `None`, name of the model.
-        trainable: bool, whether the weights are trained.
+    `models` attaches `from_preset`, `save_to_preset` and `export`. Arguments are those
+    of `LIMoEContrastive`, with a backbone and a preprocessor of the task's own classes.
     """
 
     fit, evaluate, predict = fitting.fit, fitting.evaluate, fitting.predict
-    compile_from_config = compile_from_config
+    compile_from_config = configuration.compile_from_config
     quantize = quantize
 
     def __init__(
@@ -84,7 +67,8 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
             compile=compile,
             name=name,
         )
-        set_trainable_argument(self, trainable)
+        if trainable is not True:
+            configuration.set_trainable_argument(self, trainable)
         check_model(self)
 
     # === Training ===
@@ -96,10 +80,9 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
             optimizer: `"auto"` (`AdamW` at 3e-4), a name or a
                 `keras.optimizers.Optimizer`.
             loss: `"softmax"` (as CLIP and LIMoE), `"sigmoid"` (as SigLIP) or
-                `"auto"`: the sigmoid loss if the backbone has a `logit_bias`, else the
-                softmax loss.
+                `"auto"`: sigmoid if the backbone has a `logit_bias`, else softmax.
             metrics: `"auto"`: `image_to_text_accuracy` and `text_to_image_accuracy`,
-                how often the pair is the most similar of its batch. `None` for none.
+                the share of pairs that are the most similar in their batch; or `None`.
             **kwargs: as in `keras.Model.compile`.
 
         Raises:
@@ -116,24 +99,25 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
         self._loss_name = loss
         names = ("image_to_text_accuracy", "text_to_image_accuracy")
         accuracies = [keras.metrics.Mean(name=name) for name in names]
-        # In an object that Keras does not track, or those of earlier calls would stay.
+        # In an object that Keras does not track: metrics of earlier calls would stay.
         self._own_metrics = SimpleNamespace(
             accuracies=accuracies if metrics == "auto" else [],
-            routing_loss=RoutingLoss(self),
+            routing_loss=fitting.RoutingLoss(self),
         )
 
     def get_config(self):
-        config = {**super().get_config(), "trainable": trainable_argument(self)}
-        return with_compilation(self, config)
+        trainable = configuration.trainable_argument(self)
+        config = {**super().get_config(), "trainable": trainable}
+        return configuration.with_compilation(self, config)
 
     def get_compile_config(self):
         config = super().get_compile_config()
         if not config:
             return config
         metrics = "auto" if self._own_metrics.accuracies else None
-        # `keras.models.clone_model` makes a plain model, which does not take `"auto"`.
+        # `keras.models.clone_model` makes a plain model, without `metrics="auto"`.
         config = {**config, "loss": self._loss_name, "metrics": None}
-        return with_optimizer(self, config, metrics=metrics)
+        return configuration.with_optimizer(self, config, metrics=metrics)
 
     @property
     def metrics(self):
@@ -193,17 +177,17 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
         shuffle=False,
         class_weight=None,
     ):
-        """Return batches for `fit` and `evaluate`; those of arrays are all full."""
+        """Return batches for `fit` and `evaluate`, of arrays only full ones."""
         if sample_weight is not None:
             raise no_weights("sample_weight", sample_weight)
         if isinstance(x, dict):
             x, y = x["images"], x.get("captions", x.get("token_ids"))
         elif y is None:
-            return prepare(self, x, batch_size=batch_size, shuffle=shuffle)
-        images, token_ids = as_arrays(x), self._token_ids(y)
+            return data.prepare(self, x, batch_size=batch_size, shuffle=shuffle)
+        images, token_ids = data.as_arrays(x), self._token_ids(y)
         if len(images) != len(token_ids) or len(images) < 2:
             raise ValueError(
-                "There must be two or more pairs, and as many images as captions. "
+                "There must be two or more pairs of an image and a caption. "
                 f"Received: {len(images)} images, {len(token_ids)} captions."
             )
         if batch_size is not None:
@@ -211,10 +195,10 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
         batch_size = min(batch_size or 32, len(images))
         if batch_size < 2:
             raise ValueError(
-                "A pair is compared with the others of its batch, two or more in all. "
+                "The pairs of a batch are compared and must be two or more in all. "
                 f"Received: batch_size={batch_size}."
             )
-        return prepare(
+        return data.prepare(
             self,
             images,
             token_ids,
@@ -229,11 +213,10 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
             raise no_weights("class_weight", class_weight)
 
     def check_input(self, x):
-        """Raise unless images have a shape that can be preprocessed for the model.
+        """Raise unless images, or their `tf.TensorSpec`, can be preprocessed.
 
         Args:
-            x: array, or `tf.TensorSpec` of a batch; or a dict with such `"images"` and
-                perhaps `"token_ids"`.
+            x: images, or a dict with `"images"` and perhaps `"token_ids"`.
         """
         images = x
         if isinstance(x, dict):
@@ -248,11 +231,7 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
         )
 
     def check_labels(self, y):
-        """Raise unless token ids are of the vocabulary. Captions are checked later.
-
-        Args:
-            y: array of captions or token ids.
-        """
+        """Raise unless token ids are of the vocabulary. Captions are checked later."""
         check_vocabulary(y, self.backbone)
 
     def preprocess_samples(self, x, y=None, sample_weight=None):
@@ -264,12 +243,15 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
             x = {"images": x, "token_ids": y}
         elif not isinstance(x, dict):
             raise ValueError(
-                "A model without preprocessor takes pairs of images and token ids, or "
+                "Without a preprocessor data must be pairs of images and token ids, or "
                 f"dicts of 'images' and 'token_ids'. Received: {type(x).__name__}."
             )
         if sample_weight is not None:
             raise no_weights("sample_weight", sample_weight)
-        x = {**x, "images": repeat_grey(x["images"], self.backbone.image_shape[-1])}
+        x = {
+            **x,
+            "images": data.repeat_grey(x["images"], self.backbone.image_shape[-1]),
+        }
         check_pairs(self.backbone, x["images"], x["token_ids"])
         return (x,)
 
@@ -283,15 +265,14 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
 class LIMoEContrastive(ContrastiveTask):
     """Contrastive learning with one sparse tower for images and captions.
 
-    Pixels from 0 to 255 (channels last, whatever `keras.config.image_data_format()`
-    says) and captions go in, embeddings come out. Images and captions pass through the
-    tower in one call in `fit` and `evaluate`; `encode_image` and `encode_text` take one
-    modality.
+    With a preprocessor `fit` and `evaluate` accept pixels from 0 to 255, channels last
+    for any `keras.config.image_data_format()`, and captions. `encode_image` and
+    `encode_text` embed one modality.
 
     Args:
         backbone: `LIMoEBackbone`.
         preprocessor: `None` or a `LIMoEPreprocessor`. Its image converter resizes to
-            the size that the backbone takes.
+            the backbone's `image_shape`.
         compile: bool, whether to compile at once with the defaults of `compile`.
         name: str or `None`, name of the model.
         trainable: bool, whether the weights are trained.
@@ -320,20 +301,8 @@ class LIMoEContrastive(ContrastiveTask):
 class TwoTowerContrastive(ContrastiveTask):
     """Contrastive learning with a tower for images and one for captions.
 
-    Inputs and methods are those of `LIMoEContrastive`.
-
-    Args:
-        backbone: `TwoTowerBackbone`.
-        preprocessor: `None` or a `TwoTowerPreprocessor`, as in `LIMoEContrastive`.
-        compile: bool, whether to compile at once with the defaults of `compile`.
-        name: str or `None`, name of the model.
-        trainable: bool, whether the weights are trained.
-
-    Returns:
-        as `LIMoEContrastive`.
-
-    Raises:
-        ValueError: if texts of the preprocessor and the backbone differ in length.
+    Arguments, inputs, outputs, methods and errors are as in `LIMoEContrastive`, with a
+    `TwoTowerBackbone` and a `TwoTowerPreprocessor`.
 
     Source: Soft MoE, section 4.
 
@@ -342,12 +311,9 @@ class TwoTowerContrastive(ContrastiveTask):
         ...     ksm.models.ViTMoEBackbone((32, 32, 3), 8, 1, 2, 32, 64),
         ...     ksm.models.TextMoEBackbone(400, 16, 1, 2, 32, 64),
         ... )
-        >>> preprocessor = ksm.models.TwoTowerPreprocessor(
-        ...     limoe.preprocessor.tokenizer, ksm.models.ViTMoEImageConverter((32, 32))
-        ... )
-        >>> model = ksm.models.TwoTowerContrastive(towers, preprocessor)
-        >>> model.encode_text(captions).shape
-        (8, 32)
+        >>> model = ksm.models.TwoTowerContrastive(towers)
+        >>> model.encode_text(np.ones((2, 16), "int32")).shape
+        (2, 32)
     """
 
     backbone_cls = TwoTowerBackbone

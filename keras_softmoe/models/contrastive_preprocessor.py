@@ -28,15 +28,13 @@ class LIMoEImageConverter(ViTMoEImageConverter):
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class LIMoETokenizer(keras_hub.tokenizers.SentencePieceTokenizer):
-    """Splits captions into pieces of a SentencePiece vocabulary.
+    """Tokenizer that splits captions into pieces of a SentencePiece vocabulary.
 
-    The presets that were trained here bring their own small vocabulary. The paper's is
-    T5's: download its `spiece.model` and pass the path. Id 0 must be the padding, as it
-    is in both.
+    The paper's vocabulary is T5's: download its `spiece.model` and pass the path.
 
     Args:
-        proto: path of a SentencePiece model, or its content as bytes, for example from
-            `datasets.train_vocabulary`.
+        proto: path of a SentencePiece model whose id 0 is the padding, or its content
+            as bytes, for example from `datasets.train_vocabulary`.
         **kwargs: as in `keras_hub.tokenizers.SentencePieceTokenizer`.
 
     Examples:
@@ -58,26 +56,7 @@ class LIMoETokenizer(keras_hub.tokenizers.SentencePieceTokenizer):
 class ContrastivePreprocessor(keras_hub.models.Preprocessor):
     """Base class of the preprocessors for pairs of image and caption.
 
-    Args:
-        tokenizer: `LIMoETokenizer`, without a `sequence_length` of its own.
-        image_converter: `ViTMoEImageConverter` or `None`.
-        sequence_length: int, tokens of a text, padded with zeros.
-        truncate: bool, whether longer captions are cut. By default they are refused.
-        **kwargs: as in `keras_hub.models.Preprocessor`.
-
-    Call arguments:
-        - `x`: images `(B, height, width, channels)` from 0 to 255.
-        - `y`: `B` captions, str, or `(B, sequence_length)` int token ids.
-        - `sample_weight`: must be `None`.
-
-    Returns:
-        dict of `"images"` in `[-1, 1]` and `"token_ids"` `(B, sequence_length)` int32,
-        the inputs of the backbone.
-
-    Raises:
-        ValueError: if a caption is empty, or longer than the sequence and not to be
-            cut, or is not a string. (In a `tf.data` pipeline it is TensorFlow's
-            `InvalidArgumentError`.)
+    Arguments, inputs, outputs and errors are those of `LIMoEPreprocessor`.
     """
 
     def __init__(
@@ -91,9 +70,9 @@ class ContrastivePreprocessor(keras_hub.models.Preprocessor):
         super().__init__(**kwargs)
         if getattr(tokenizer, "sequence_length", None):
             raise ValueError(
-                "The preprocessor pads captions itself, and refuses those that are too "
-                "long: make the tokenizer without a length. Received: a tokenizer "
-                f"with sequence_length={tokenizer.sequence_length}."
+                "The tokenizer must be made without a length: the preprocessor pads "
+                "captions. Received: a tokenizer with sequence_length="
+                f"{tokenizer.sequence_length}."
             )
         check_whole_numbers(1, sequence_length=sequence_length)
         self.tokenizer = tokenizer
@@ -113,45 +92,40 @@ class ContrastivePreprocessor(keras_hub.models.Preprocessor):
         return images if self.image_converter is None else self.image_converter(images)
 
     def tokenize(self, captions):
-        """Convert captions to `(B, sequence_length)` int32 ids (ids pass unchanged).
-
-        A NumPy array, or a symbolic tensor in a `tf.data` pipeline.
-        """
+        """Convert captions to `(B, sequence_length)` int32 ids; ids stay the same."""
         if "int" in str(getattr(captions, "dtype", "")):
             return captions
-        if _is_symbolic(captions):
+        # Without TensorFlow there are no pipelines of it.
+        tf = sys.modules.get("tensorflow")
+        if tf is not None and tf.is_symbolic_tensor(captions):
             return self._tokenize_symbolic(captions)
         captions = checked_captions(captions)
-        tokens = [np.asarray(ids).tolist() for ids in self.tokenizer(captions)]
-        for caption, ids in zip(captions, tokens, strict=True):
-            self._check_length(caption, len(ids))
-        token_ids = np.zeros((len(tokens), self.sequence_length), "int32")
-        for row, ids in zip(token_ids, tokens, strict=True):
+        token_ids = np.zeros((len(captions), self.sequence_length), "int32")
+        for row, caption, ids in zip(
+            token_ids, captions, self.tokenizer(captions), strict=True
+        ):
+            ids = np.asarray(ids)
+            if not len(ids):
+                raise ValueError(
+                    f"A caption must not be empty. Received: caption={caption!r}."
+                )
+            if len(ids) > self.sequence_length and not self.truncate:
+                raise ValueError(
+                    f"A caption has more tokens, {len(ids)}, than sequence_length="
+                    f"{self.sequence_length}. Received: caption={caption!r}. Shorten "
+                    "it, or set `truncate=True` in the preprocessor."
+                )
             row[: len(ids)] = ids[: self.sequence_length]
         return token_ids
-
-    def _check_length(self, caption, length):
-        if not length:
-            raise ValueError(
-                "A caption must not be empty. Write one, or leave the pair out. "
-                f"Received: caption={caption!r}."
-            )
-        if length > self.sequence_length and not self.truncate:
-            raise ValueError(
-                f"A caption has more tokens than the model takes: {length}, with "
-                f"sequence_length={self.sequence_length}. Received: "
-                f"caption={caption!r}. Shorten it, or let captions be cut: "
-                "`truncate=True` in the preprocessor."
-            )
 
     def _tokenize_symbolic(self, captions):
         import tensorflow as tf
 
         if captions.dtype != tf.string or captions.shape.rank not in (None, 1):
             raise ValueError(
-                "A dataset gives batches of images and captions, the captions str. "
+                "A dataset must give batches of images and captions str. "
                 f"Received: captions of shape {captions.shape}, "
-                f"dtype {captions.dtype.name}. Call its `batch` first."
+                f"dtype {captions.dtype.name}."
             )
         # `keras.utils.set_random_seed` clears the caches of TensorFlow that hold the
         # vocabularies of existing tokenizers.
@@ -159,16 +133,11 @@ class ContrastivePreprocessor(keras_hub.models.Preprocessor):
             self.tokenizer.set_proto(self.tokenizer.proto)
         tokens = self.tokenizer(captions)
         lengths = tokens.row_lengths()
-        checks = [
-            tf.debugging.assert_positive(
-                lengths, message="A caption is empty. Leave such pairs out."
-            )
-        ]
+        checks = [tf.debugging.assert_positive(lengths, message="A caption is empty.")]
         if not self.truncate:
             message = (
                 f"A caption has more than sequence_length={self.sequence_length} "
-                "tokens. Shorten it, or let captions be cut: `truncate=True` in the "
-                "preprocessor."
+                "tokens. Shorten it, or set `truncate=True` in the preprocessor."
             )
             longest = tf.cast(self.sequence_length, lengths.dtype)
             checks.append(
@@ -187,15 +156,25 @@ class ContrastivePreprocessor(keras_hub.models.Preprocessor):
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class LIMoEPreprocessor(ContrastivePreprocessor):
-    """Prepares pairs of image and caption for `LIMoEContrastive`.
+    """Preprocessor of pairs of image and caption for `LIMoEContrastive`.
 
     Args:
         tokenizer: `LIMoETokenizer`, without a `sequence_length` of its own.
         image_converter: `ViTMoEImageConverter` or `None`.
         sequence_length: int, tokens of a text, padded with zeros.
-        truncate: bool, whether longer captions are cut, as in the paper. By default
-            they are refused, since a cut loses words without notice.
+        truncate: bool, whether longer captions are cut, as in the paper, instead of an
+            error.
         **kwargs: as in `keras_hub.models.Preprocessor`.
+
+    Returns, when called on images `(B, height, width, channels)` from 0 to 255 and `B`
+        captions, str (or `(B, sequence_length)` int token ids): dict of `"images"` in
+        `[-1, 1]` and `"token_ids"` `(B, sequence_length)` int32, the inputs of the
+        backbone.
+
+    Raises:
+        ValueError: if a caption is empty, or longer than the sequence and not to be
+            cut, or is not a string. (In a `tf.data` pipeline it is TensorFlow's
+            `InvalidArgumentError`.)
 
     Source: LIMoE, appendix A (16 tokens; images in `[-1, 1]`).
 
@@ -203,9 +182,8 @@ class LIMoEPreprocessor(ContrastivePreprocessor):
         >>> preprocessor = ksm.models.LIMoEPreprocessor(
         ...     limoe.preprocessor.tokenizer, ksm.models.ViTMoEImageConverter((32, 32))
         ... )
-        >>> preprocessor(scenes[:2], ["a red circle", "two blue stars"])[
-        ...     "token_ids"
-        ... ].shape
+        >>> x = preprocessor(scenes[:2], ["a red circle", "two blue stars"])
+        >>> x["token_ids"].shape
         (2, 16)
     """
 
@@ -216,17 +194,16 @@ class LIMoEPreprocessor(ContrastivePreprocessor):
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class TwoTowerPreprocessor(ContrastivePreprocessor):
-    """Prepares pairs of image and caption for `TwoTowerContrastive`.
+    """Preprocessor of pairs of image and caption for `TwoTowerContrastive`.
 
-    Arguments and inputs are those of `LIMoEPreprocessor`.
+    Arguments, inputs, outputs and errors are those of `LIMoEPreprocessor`.
 
     Examples:
         >>> preprocessor = ksm.models.TwoTowerPreprocessor(
         ...     limoe.preprocessor.tokenizer, ksm.models.ViTMoEImageConverter((32, 32))
         ... )
-        >>> preprocessor(scenes[:2], ["a red circle", "two blue stars"])[
-        ...     "token_ids"
-        ... ].shape
+        >>> x = preprocessor(scenes[:2], ["a red circle", "two blue stars"])
+        >>> x["token_ids"].shape
         (2, 16)
     """
 
@@ -239,32 +216,25 @@ def no_weights(name, value):
     """Return the error for weights, which pairs do not have."""
     return ValueError(
         "Pairs are compared with each other and have no weights. Received: "
-        f"{name}={quote(value)}. Leave it out."
+        f"{name}={quote(value)}."
     )
 
 
 def checked_captions(captions):
-    """Return captions as a list of str.
-
-    Raises:
-        ValueError: if there are others than strings among them, or a single string was
-            given.
-    """
+    """Return captions as a list of str, or raise."""
     captions = np.asarray(captions, dtype=object)
     if captions.ndim != 1 or not len(captions):
         raise ValueError(
-            "Captions are a list or one-dimensional array of str, at least one. "
-            f"Received: captions of shape {captions.shape}: {captions!r:.80}. Put a "
-            "single caption into a list."
+            "Captions must be a list or one-dimensional array of str, at least one. "
+            f"Received: captions of shape {captions.shape}: {captions!r:.80}."
         )
     captions = [c.decode() if isinstance(c, bytes) else c for c in captions]
-    wrong = [(i, c) for i, c in enumerate(captions) if not isinstance(c, str)]
-    if wrong:
-        raise ValueError(
-            "Captions must be strings. Received: "
-            f"captions[{wrong[0][0]}]={wrong[0][1]!r} of type "
-            f"{type(wrong[0][1]).__name__}."
-        )
+    for i, caption in enumerate(captions):
+        if not isinstance(caption, str):
+            raise ValueError(
+                f"Captions must be strings. Received: captions[{i}]={caption!r} of "
+                f"type {type(caption).__name__}."
+            )
     return [str(c) for c in captions]
 
 
@@ -286,9 +256,3 @@ def fit_preprocessor(preprocessor, backbone):
             "The tokenizer has pieces that the backbone does not know. Received: "
             f"{tokenizer.vocabulary_size()} pieces for vocabulary_size={rows}."
         )
-
-
-def _is_symbolic(captions):
-    # Without TensorFlow there are no pipelines of it.
-    tf = sys.modules.get("tensorflow")
-    return tf is not None and tf.is_symbolic_tensor(captions)

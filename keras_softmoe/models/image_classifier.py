@@ -9,25 +9,9 @@ import numpy as np
 
 from keras_softmoe.checks import check_numbers, check_whole_numbers, quote
 from keras_softmoe.keras_adapter.layers import flatten_layers
-from keras_softmoe.models import fitting
+from keras_softmoe.models import configuration, data, fitting
 from keras_softmoe.models.adaptation import quantize
 from keras_softmoe.models.arguments import check_images, check_kind, offer_names
-from keras_softmoe.models.balance import RoutingLoss
-from keras_softmoe.models.configuration import (
-    compile_from_config,
-    set_trainable_argument,
-    trainable_argument,
-    with_compilation,
-    with_optimizer,
-)
-from keras_softmoe.models.data import (
-    as_arrays,
-    check_finite_labels,
-    checked_class_weight,
-    prepare,
-    repeat_grey,
-    without_column,
-)
 from keras_softmoe.models.image_preprocessor import (
     ViTMoEImageClassifierPreprocessor,
     fit_image_size,
@@ -37,10 +21,11 @@ from keras_softmoe.models.vit import ViTMoEBackbone
 from keras_softmoe.sharding.constraints import check_model
 from keras_softmoe.types import DType
 
+_SPARSE = keras.losses.SparseCategoricalCrossentropy
 _CROSSENTROPIES = {
     "binary_crossentropy": keras.losses.BinaryCrossentropy,
     "categorical_crossentropy": keras.losses.CategoricalCrossentropy,
-    "sparse_categorical_crossentropy": keras.losses.SparseCategoricalCrossentropy,
+    "sparse_categorical_crossentropy": _SPARSE,
 }
 
 
@@ -50,24 +35,23 @@ _CROSSENTROPIES = {
 class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
     """Image classifier on a `ViTMoEBackbone`.
 
-    Pixels from 0 to 255 go in, logits come out. `fit`, `evaluate` and `predict`
-    preprocess by themselves if there is a `preprocessor`. Images have their channels
-    last, independent of `keras.config.image_data_format()`. (`models` attaches
-    `from_preset`, `save_to_preset` and `export`.)
+    `fit`, `evaluate` and `predict` accept pixels from 0 to 255 if there is a
+    `preprocessor`. Images have their channels last, independent of
+    `keras.config.image_data_format()`. (`models` attaches `from_preset`,
+    `save_to_preset` and `export`.)
 
     Args:
         backbone: `ViTMoEBackbone`.
         num_classes: int, number of classes.
         preprocessor: `None`, a `ViTMoEImageClassifierPreprocessor` or any callable. Its
-            image converter resizes to the size that the backbone takes.
+            image converter resizes to the backbone's `image_shape`.
         activation: `None` (logits), str or callable, of the last layer.
         dropout: float, dropout before the last layer.
-        head_dtype: dtype or policy of the head. That of the backbone if `None`.
+        head_dtype: dtype or policy of the head; `None` for the backbone's.
         compile: bool, whether to compile at once with the defaults of
             `keras_hub.models.ImageClassifier.compile`.
         name: str or `None`, name of the model.
-        trainable: bool, whether the weights are trained, of the backbone and the head.
-            (To train the head alone, set `model.backbone.trainable = False`.)
+        trainable: bool, whether the weights of backbone and head are trained.
 
     Returns, when called on `(B, height, width, channels)` images in `[-1, 1]`:
         `(B, num_classes)` logits (or activations).
@@ -79,16 +63,7 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
     Source: V-MoE, section 2.1. The head starts from zeros, as in its released code.
 
     Examples:
-        >>> backbone = ksm.models.ViTMoEBackbone(
-        ...     image_shape=(32, 32, 3),
-        ...     patch_size=8,
-        ...     num_layers=2,
-        ...     num_heads=2,
-        ...     hidden_dim=32,
-        ...     mlp_dim=64,
-        ...     moe_layers=(1,),
-        ...     router=ksm.routers.SoftRouter(num_experts=4),
-        ... )
+        >>> backbone = ksm.models.ViTMoEBackbone.from_preset(name)
         >>> classifier = ksm.models.ViTMoEImageClassifier(
         ...     backbone,
         ...     num_classes=179,
@@ -103,8 +78,8 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
     preprocessor_cls = ViTMoEImageClassifierPreprocessor
 
     fit, evaluate, predict = fitting.fit, fitting.evaluate, fitting.predict
-    batches = prepare
-    compile_from_config = compile_from_config
+    batches = data.prepare
+    compile_from_config = configuration.compile_from_config
     quantize = quantize
 
     def __init__(
@@ -153,45 +128,34 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
         keras_hub.models.Task.__init__(
             self, inputs=inputs, outputs=outputs, compile=compile, name=name
         )
-        set_trainable_argument(self, trainable)
+        if trainable is not True:
+            configuration.set_trainable_argument(self, trainable)
         check_model(self)
 
-    def compile(
-        self,
-        optimizer="auto",
-        loss="auto",
-        *,
-        metrics="auto",
-        **kwargs,
-    ):
+    def compile(self, optimizer="auto", loss="auto", *, metrics="auto", **kwargs):
         """Configure training, as `keras_hub.models.ImageClassifier.compile` does.
 
-        A cross-entropy given by its name is that of the logits, unless the model has
-        an activation. (Keras would take the logits for probabilities, and the loss
-        would soon be NaN.)
+        A cross-entropy given by its name is computed from logits, unless the model has
+        an activation. (Keras would expect probabilities.)
 
         Args:
             optimizer: `"auto"`, a name or a `keras.optimizers.Optimizer`.
             loss: `"auto"` (the cross-entropy of int labels), a name or a
                 `keras.losses.Loss`.
-            metrics: `"auto"` (accuracy, of int labels or of one-hot ones, as the loss
-                takes them) or as in `keras.Model.compile`.
+            metrics: `"auto"` (accuracy) or as in `keras.Model.compile`.
             **kwargs: as in `keras.Model.compile`.
         """
-        if (
-            self.activation is None
-            and isinstance(loss, str)
-            and loss in _CROSSENTROPIES
-        ):
-            loss = _CROSSENTROPIES[loss](from_logits=True)
+        if self.activation is None and isinstance(loss, str):
+            if loss in _CROSSENTROPIES:
+                loss = _CROSSENTROPIES[loss](from_logits=True)
         if metrics is None:
             # Keras would keep the metrics of an earlier call.
             metrics = []
-        elif metrics == "auto" and loss != "auto" and not _is_sparse(loss):
+        elif metrics == "auto" and loss != "auto" and not isinstance(loss, _SPARSE):
             # KerasHub's is for int labels; this one tells them apart by their shape.
             metrics = ["accuracy"]
         super().compile(optimizer=optimizer, loss=loss, metrics=metrics, **kwargs)
-        self._routing_loss = RoutingLoss(self)
+        self._routing_loss = fitting.RoutingLoss(self)
 
     # === Balancing losses ===
 
@@ -212,7 +176,7 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
     # === Saving ===
 
     def get_compile_config(self):
-        return with_optimizer(self, super().get_compile_config())
+        return configuration.with_optimizer(self, super().get_compile_config())
 
     @property
     def routers(self) -> dict:
@@ -235,16 +199,12 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
 
     # === Data ===
 
-    def checked_class_weight(self, class_weight: dict | None) -> dict | None:
-        """Return the weights of all classes, 1 unless given; `None` without weights."""
-        return checked_class_weight(class_weight, self.num_classes)
+    def checked_class_weight(self, class_weight: dict) -> dict:
+        """Return the weights of all classes, 1 unless given."""
+        return data.checked_class_weight(class_weight, self.num_classes)
 
     def check_input(self, x: Any) -> None:
-        """Raise unless images have a shape that can be preprocessed for the model.
-
-        Args:
-            x: array, or `tf.TensorSpec` of a batch.
-        """
+        """Raise unless images, or their `tf.TensorSpec`, can be preprocessed."""
         if self.preprocessor is None or hasattr(self.preprocessor, "image_converter"):
             check_images(
                 x,
@@ -254,44 +214,44 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
             )
 
     def check_labels(self, y: Any) -> None:
-        """Raise unless labels are classes of the model, or finite for other losses.
-
-        Args:
-            y: array of labels.
-        """
-        loss = self._loss_object()
-        if not _is_sparse(loss):
-            check_finite_labels(y)
+        """Raise unless labels are classes of the model, or finite for other losses."""
+        loss = self._sparse_loss()
+        if loss is None:
+            for array in keras.tree.flatten(y):
+                data.check_finite("Labels", "label", array)
             return
-        y, ignored = np.asarray(y), loss.get_config()["ignore_class"]
+        y = np.asarray(y)
         if y.dtype.kind not in "biuf":
             raise _wrong_labels(f"labels of dtype {y.dtype}", self.num_classes)
         if y.ndim > 1 and y.shape[1:] != (1,):
             raise _wrong_labels(f"labels of shape {y.shape}", self.num_classes)
         wrong = (y != np.floor(y)) | (y < 0) | (y >= self.num_classes)
+        ignored = loss.get_config()["ignore_class"]
         if ignored is not None:
             wrong &= y != ignored
         if wrong.any():
             found = f"labels with {quote(y[wrong][:5].tolist())}"
             raise _wrong_labels(found, self.num_classes)
 
-    def _loss_object(self):
-        return keras.losses.get(self.loss) if isinstance(self.loss, str) else self.loss
+    def _sparse_loss(self):
+        """Return the loss if it is for int labels, else `None`."""
+        loss = keras.losses.get(self.loss) if isinstance(self.loss, str) else self.loss
+        return loss if isinstance(loss, _SPARSE) else None
 
     def preprocess_samples(self, x, y=None, sample_weight=None):
         if not hasattr(x, "shape"):
-            x = as_arrays(x)
+            x = data.as_arrays(x)
         self.check_input(x)
         # Not `super()`: in a `tf.data` pipeline AutoGraph may resolve it to the class
         # of another caller.
-        data = keras_hub.models.Task.preprocess_samples(self, x, y, sample_weight)
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        x = repeat_grey(x, self.backbone.image_shape[-1])
+        rows = keras_hub.models.Task.preprocess_samples(self, x, y, sample_weight)
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(rows)
+        x = data.repeat_grey(x, self.backbone.image_shape[-1])
         check_images(x, self.backbone.image_shape)
         # A TensorFlow step traced with both shapes loses the rank of its inputs.
-        sample_weight = without_column(sample_weight)
-        if _is_sparse(self._loss_object()):
-            y = without_column(y)
+        sample_weight = data.without_column(sample_weight)
+        if self._sparse_loss() is not None:
+            y = data.without_column(y)
         return keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
 
     def get_config(self):
@@ -307,19 +267,14 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
             "activation": self.activation,
             "dropout": self.dropout,
             "head_dtype": head_dtype,
-            "trainable": trainable_argument(self),
+            "trainable": configuration.trainable_argument(self),
         }
-        return with_compilation(self, config)
-
-
-def _is_sparse(loss):
-    return isinstance(loss, keras.losses.SparseCategoricalCrossentropy)
+        return configuration.with_compilation(self, config)
 
 
 def _wrong_labels(received, num_classes):
     return ValueError(
         f"Labels must be whole numbers from 0 to {num_classes - 1}, one for each image."
-        f" Received: {received}. Turn one-hot labels into numbers with "
-        "`labels.argmax(-1)`, or compile with the loss that they are for, such as "
-        '`loss="categorical_crossentropy"`.'
+        f" Received: {received}. For one-hot labels compile with "
+        '`loss="categorical_crossentropy"`, or pass `labels.argmax(-1)`.'
     )

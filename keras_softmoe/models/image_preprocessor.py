@@ -13,7 +13,6 @@ from keras_softmoe.checks import (
     is_whole_number,
     quote,
 )
-from keras_softmoe.models.arguments import check_preprocessor
 from keras_softmoe.models.data import without_pil
 from keras_softmoe.models.vit import ViTMoEBackbone
 
@@ -23,13 +22,12 @@ _FLAGS = ("crop_to_aspect_ratio", "pad_to_aspect_ratio", "antialias")
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class ViTMoEImageConverter(keras_hub.layers.ImageConverter):
-    """Resizes images and maps pixels from `[0, 255]` to `[-1, 1]`.
+    """Layer that resizes images and maps pixels from `[0, 255]` to `[-1, 1]`.
 
-    Takes arrays, PIL images and lists of them, for all models of this library. The
-    arguments are those of `keras_hub.layers.ImageConverter`, with defaults of `scale`
-    and `offset` for these models. Images have their channels last, independent of
-    `keras.config.image_data_format()`. A model that gets it in its preprocessor sets
-    `image_size` to the size that it takes.
+    Accepts arrays, PIL images and lists of them, with their channels last, independent
+    of `keras.config.image_data_format()`. Arguments are those of
+    `keras_hub.layers.ImageConverter`. A model sets `image_size` of the converter in its
+    preprocessor to its own.
 
     Raises:
         ValueError: if an argument is not among the accepted values, such as
@@ -53,6 +51,7 @@ class ViTMoEImageConverter(keras_hub.layers.ImageConverter):
         data_format: str | None = "channels_last",
         **kwargs,
     ):
+        # Keras checks most of these when it converts the first image.
         _check_resizing(image_size, scale, offset, **kwargs)
         check_choice("data_format", data_format, (None, "channels_last"))
         super().__init__(
@@ -67,12 +66,14 @@ class ViTMoEImageConverter(keras_hub.layers.ImageConverter):
         self.resizing.built = True
 
     def call(self, inputs):
-        return super().call(without_pil(inputs))
+        # PIL images and lists have no shape.
+        is_array = hasattr(inputs, "shape")
+        return super().call(inputs if is_array else without_pil(inputs))
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class ViTMoEImageClassifierPreprocessor(keras_hub.models.ImageClassifierPreprocessor):
-    """Prepares images (and passes labels through) for `ViTMoEImageClassifier`.
+    """Preprocessor of images for `ViTMoEImageClassifier`; labels stay as they are.
 
     Args:
         image_converter: `ViTMoEImageConverter` or `None`.
@@ -90,24 +91,28 @@ class ViTMoEImageClassifierPreprocessor(keras_hub.models.ImageClassifierPreproce
 
 
 def fit_image_size(preprocessor, image_size):
-    """Let an image converter resize to the size that a backbone takes.
+    """Set the size of an image converter to a backbone's; raise if it cannot be used.
 
-    A preset that is loaded at another resolution brings the old size along.
-
-    Raises:
-        ValueError: if preprocessor or converter cannot be called.
+    A preset loaded at another resolution still has the old size.
     """
-    check_preprocessor(preprocessor)
     converter = getattr(preprocessor, "image_converter", None)
+    for name, value in (("preprocessor", preprocessor), ("image_converter", converter)):
+        if value is not None and not callable(value):
+            raise ValueError(
+                f"`{name}` must be callable or `None`. Received: {name}={quote(value)}."
+            )
+    if getattr(converter, "data_format", None) == "channels_first":
+        raise ValueError(
+            "The models expect images with their channels last. Received: an "
+            f"`image_converter` of class {type(converter).__name__} with "
+            "data_format='channels_first', perhaps from "
+            "`keras.config.image_data_format()`."
+        )
     if hasattr(converter, "image_size"):
         converter.image_size = image_size
 
 
 def _check_resizing(image_size, scale, offset, **others):
-    """Raise unless arguments of an image converter are valid.
-
-    Keras checks most of them when it converts the first image.
-    """
     if image_size is not None:
         is_pair = isinstance(image_size, (list, tuple)) and len(image_size) == 2
         if not is_pair or not all(
@@ -116,12 +121,11 @@ def _check_resizing(image_size, scale, offset, **others):
             raise ValueError(
                 "`image_size` must be `None`, or a height and a width, at most "
                 f"{LARGEST['image_shape']:,}. Received: image_size={quote(image_size)}."
-                " Pass two such ints."
             )
     for name, value in {"scale": scale, "offset": offset}.items():
         if value is not None:
-            is_one = not isinstance(value, (list, tuple))
-            for number in [value] if is_one else value[:16]:
+            numbers = value[:16] if isinstance(value, (list, tuple)) else [value]
+            for number in numbers:
                 check_numbers(**{name: number})
     check_bools(**{name: others[name] for name in _FLAGS if name in others})
     interpolation = others.get("interpolation", "bilinear")

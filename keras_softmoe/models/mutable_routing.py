@@ -24,9 +24,8 @@ class MutableRouting:
     """Mixin of models that recompile after settings of their routers have changed.
 
     A compiled `predict`, `fit` or `evaluate` has the settings of its routers built in,
-    the groups in which they route, and the weights (others after a part of the model
-    was quantized or given LoRA factors). Before each call the model compares them with
-    the current ones. A model of another class around ours does not: compile it again.
+    the groups in which they route, and the weights (replaced by quantization and LoRA).
+    A model of another class around ours does not notice changes: compile it again.
 
     A subclass has `routers`, a dict from the index of a block to its router, and is
     decorated with `recompile_on_change`. (KerasHub takes the first base of a task for
@@ -40,32 +39,26 @@ class MutableRouting:
     def set_routing(self, layers=None, **settings):
         """Change settings of the routers, for the next `predict`, `fit` or `evaluate`.
 
+        Threads that share a model need a lock around `set_routing` and the call after
+        it: a call during a change may use old and new settings.
+
         Args:
             layers: int or sequence of int, the MoE blocks to change, counted as in
                 `moe_layers`. `None`: all.
             **settings: new values: `capacity_factor`, `eval_capacity_factor` and
                 `random_logits` of all sparse routers; `num_selected_experts` and
-                `priority` of those in which tokens choose, of all but LIMoE's also
-                `keep_fraction` and `normalize_gates`;
-                `single_modality_capacity_factor` of LIMoE's. And of all blocks at once
-                `group_images`, the images (or pairs) that are routed together, see
-                `layers.MoE`.
-
-        Settings belong to the model, not to a call. If threads share a model, a call
-        that runs while another thread changes settings may use the old ones, the new
-        ones, or both in different blocks. Give each thread its own model, or guard
-        `set_routing` and the call after it by one lock. (On JAX `evaluate` and
-        `predict` of one model in several threads take turns, and are refused during
-        `fit`.)
+                `priority` if tokens choose, and except for LIMoE's `keep_fraction` and
+                `normalize_gates`; `single_modality_capacity_factor` of LIMoE's. And of
+                all blocks at once `group_images`, the images (or pairs) that are routed
+                together, see `layers.MoE`.
 
         Raises:
             ValueError: if a block has no router, a router has no such setting, a value
                 is not accepted, or `group_images` is to change in some blocks only. The
                 model is then unchanged.
 
-        Source: V-MoE, sections 2.4 and 4 and appendix E.4: `K` and `C` may differ from
-        those in training, "layer-wise" too (appendix E.3). Groups: V-MoE, appendix E.7;
-        LIMoE, appendix E.5.
+        Source: V-MoE, sections 2.4 and 4, appendices E.3, E.4 and E.7 (groups); LIMoE,
+        appendix E.5 (groups).
 
         Examples:
             >>> model = ksm.models.ViTMoEImageClassifier.from_preset(
@@ -80,19 +73,16 @@ class MutableRouting:
             layers = routers
         is_one = isinstance(layers, str) or not np.iterable(layers)
         layers = [layers] if is_one else list(layers)
-        # Of two towers a block is named by a str.
+        # Blocks of two towers have names.
         known = [i for i in layers if isinstance(i, str) or is_whole_number(i, 0)]
-        wrong = len(known) < len(layers) or not set(known) <= routers.keys()
-        if wrong:
+        if len(known) < len(layers) or not set(known) <= routers.keys():
             raise ValueError(
-                "`layers` names blocks without a router. The MoE blocks are "
-                f"{sorted(routers)}. Received: layers={quote(layers)}. Name some of "
-                "them, or leave `layers` out."
+                f"`layers` must be some of the MoE blocks, {sorted(routers)}. "
+                f"Received: layers={quote(layers)}."
             )
         if settings and not routers:
             raise ValueError(
-                "A dense model has no routers to set. Received: "
-                f"{', '.join(settings)}. Leave these settings out."
+                f"A dense model has no routers. Received: {', '.join(settings)}."
             )
         if not settings:
             # Most calls of `from_preset` have none: make no routers for them.
@@ -101,8 +91,7 @@ class MutableRouting:
         if groups and chosen is not None:
             raise ValueError(
                 "`group_images` is one number for all MoE blocks of a model. Received: "
-                f"layers={layers}, group_images={groups['group_images']!r}. Leave "
-                "`layers` out, and set other settings of single blocks in another call."
+                f"layers={layers}, group_images={groups['group_images']!r}."
             )
         # Check all values before any router changes.
         changed = {
@@ -122,23 +111,11 @@ class MutableRouting:
                 # Another thread may be compiling a step with the old settings.
                 self._compiled_settings = None
 
-    def _settings_changed(self, step):
-        """Whether settings have changed since the step was compiled."""
-        if self._compiled_settings is None:
-            self._compiled_settings = SimpleNamespace(
-                train=None, test=None, predict=None
-            )
-        now = self._current_settings()
-        changed = getattr(self._compiled_settings, step) != now
-        setattr(self._compiled_settings, step, now)
-        return changed
-
     def _current_settings(self):
-        return (
-            {index: router.get_config() for index, router in self.routers.items()},
-            [layer.group_images for layer in moe_layers_of(self)],
-            [(weight.path, weight.dtype) for weight in self.weights],
-        )
+        """Return all that a compiled step has built in, to be compared."""
+        layers = moe_layers_of(self)
+        routing = [(layer.group_images, layer.router.get_config()) for layer in layers]
+        return routing, [(weight.path, weight.dtype) for weight in self.weights]
 
 
 def recompile_on_change(cls):
@@ -148,9 +125,14 @@ def recompile_on_change(cls):
 
 
 def _compile_if_changed(model, step, make):
-    check_run(model, step)
+    _check_run(model, step)
     with _lock:
-        made = make(model._settings_changed(step))
+        if model._compiled_settings is None:
+            names = ("train", "test", "predict")
+            model._compiled_settings = SimpleNamespace(**dict.fromkeys(names))
+        now = model._current_settings()
+        made = make(getattr(model._compiled_settings, step) != now)
+        setattr(model._compiled_settings, step, now)
     if step == "predict" and num_processes() > 1:
         map_predictions(model, gather_rows)
     return made
@@ -159,71 +141,53 @@ def _compile_if_changed(model, step, make):
 # === Checks before each run ===
 
 
-def check_run(model, step):
-    """Check open scopes of `record` and the distribution of a model before a run.
-
-    Args:
-        model: `keras.Model`.
-        step: `"train"`, `"test"` or `"predict"`.
-
-    Raises:
-        ValueError: if a scope of `routers.record` is open around a compiled step,
-            variables do not lie where the active distribution says, the biases of
-            routers would not move with the steps of the optimizer, or that was built
-            for other variables.
-    """
-    _check_recording(model, step)
+def _check_run(model, step):
+    """Check open scopes of `record`, the optimizer and the distribution of a model."""
+    if is_recording() and _is_traced(model, step):
+        method = {"train": "fit", "test": "evaluate", "predict": "predict"}[step]
+        raise ValueError(
+            f"A scope of `routers.record` records nothing of `{method}`, which runs a "
+            f"function compiled by {keras.backend.backend()}. Call the model itself, "
+            "`model(inputs)`, in the scope, or compile it with `run_eagerly=True` for "
+            f"`evaluate` and `predict`. Received: model={model.name!r}."
+        )
     if step == "train":
-        optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
-        _check_accumulation(model, optimizer)
-        if optimizer is not None and optimizer.built:
-            _check_trained_variables(model, variables_of(optimizer))
-    check_model(model)
-    _warn_if_not_distributed(model)
-
-
-def _check_recording(model, step):
-    if not is_recording() or not _is_traced(model, step):
+        _check_optimizer(model)
+    distribution = keras.distribution.distribution()
+    if distribution is not None:
+        check_model(model)
+    if isinstance(distribution, keras.distribution.ModelParallel):
         return
-    method = {"train": "fit", "test": "evaluate", "predict": "predict"}[step]
-    raise ValueError(
-        f"A scope of `routers.record` records nothing of `{method}`, which runs a "
-        f"function compiled by {keras.backend.backend()}. Call the model itself, "
-        "`model(inputs)`, in the scope, or compile it with `run_eagerly=True` for "
-        f"`evaluate` and `predict`. Received: a scope that is open around `{method}` "
-        f"of the model {model.name!r}."
-    )
+    sharded = next((v.path for v in model.variables if is_sharded(v)), None)
+    if sharded is not None:
+        warnings.warn(
+            "This model is sharded over devices, but no distribution that shards "
+            "models is active: every step gathers the weights of all experts. Use the "
+            "model under the distribution that it was built under. Received: "
+            f"{sharded!r}, distribution={distribution}.",
+            stacklevel=5,
+        )
 
 
-def _check_accumulation(model, optimizer):
+def _check_optimizer(model):
+    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     steps = getattr(optimizer, "gradient_accumulation_steps", None) or 1
     for router in getattr(model, "routers", {}).values():
-        if getattr(router, "bias_update_rate", None) is None or not router.trainable:
-            continue
-        if router.bias_update_every != steps:
+        moves = getattr(router, "bias_update_rate", None) is not None
+        if moves and router.trainable and router.bias_update_every != steps:
             raise ValueError(
                 "The bias of a router moves once for each step of the optimizer. "
                 f"Received: bias_update_every={router.bias_update_every} of "
                 f"{router.path!r}, gradient_accumulation_steps={steps} of the "
-                "optimizer. Make both equal."
+                "optimizer."
             )
-
-
-def _check_trained_variables(model, variables):
-    """Raise if a model trains other variables than its optimizer was built for.
-
-    Args:
-        model: `keras.Model`.
-        variables: list of those of the optimizer.
-
-    Raises:
-        ValueError: if they differ. (Keras fails in the middle of a step, or goes on
-            with a compiled step that still trains what was frozen.)
-    """
+    if optimizer is None or not optimizer.built:
+        return
+    # Keras would fail in the middle of a step, or go on training what was frozen.
     now = {id(v): v.path for v in model.trainable_variables}
-    before = {id(v): v.path for v in variables}
+    before = {id(v): v.path for v in variables_of(optimizer)}
     changed = [
-        path for i, path in (now | before).items() if not (i in now and i in before)
+        path for i, path in (now | before).items() if (i in now) != (i in before)
     ]
     if changed:
         raise ValueError(
@@ -235,25 +199,9 @@ def _check_trained_variables(model, variables):
 
 
 def _is_traced(model, step):
-    """Whether a step is traced, so that its tensors do not outlive it."""
+    """Return whether a step is traced, so that its tensors do not outlive it."""
     backend = keras.backend.backend()
     if backend == "jax":
-        # Gradients are traced in any case.
+        # Gradients are always traced.
         return step == "train" or (model.jit_compile and not model.run_eagerly)
     return backend == "tensorflow" and not model.run_eagerly
-
-
-def _warn_if_not_distributed(model):
-    if isinstance(keras.distribution.distribution(), keras.distribution.ModelParallel):
-        return
-    sharded = next((v.path for v in model.variables if is_sharded(v)), None)
-    if sharded is not None:
-        warnings.warn(
-            f"{sharded!r} and perhaps more of this model is sharded over devices, but "
-            "no distribution that shards models is active: every step gathers the "
-            "weights of all experts. Use the model under the distribution that it was "
-            "built under: `keras.distribution.set_distribution(distribution)`, or `with"
-            " distribution.scope():`. Received: distribution="
-            f"{keras.distribution.distribution()}.",
-            stacklevel=6,
-        )

@@ -1,17 +1,17 @@
 """Embeddings of images alone and of captions alone, and zero-shot classification."""
 
+from collections import Counter
+
 import keras
 import numpy as np
 
 from keras_softmoe.checks import check_whole_numbers
-from keras_softmoe.models.arguments import (
-    check_finite_images,
-    check_pairs,
-    check_vocabulary,
-)
-from keras_softmoe.models.class_embeddings import class_embeddings
+from keras_softmoe.models import arguments
 from keras_softmoe.models.contrastive_preprocessor import checked_captions
 from keras_softmoe.models.data import as_arrays, repeat_grey
+
+# Texts that are encoded in one call: a bound on memory, far above a batch.
+_TEXTS_PER_CALL = 8192
 
 
 class PairEncoding:
@@ -37,25 +37,18 @@ class PairEncoding:
             ValueError: if images have another shape than the model's, or are not
                 finite.
 
-        Source: LIMoE, appendix D.1: experts get a larger capacity, since images alone
-        do not use all of them (`single_modality_capacity_factor` of the router).
+        Source: LIMoE, appendix D.1: experts have a larger capacity for one modality
+        (`single_modality_capacity_factor` of the router).
 
         Examples:
             >>> similarity = limoe.encode_image(scenes) @ limoe.encode_text(captions).T
             >>> similarity.shape
             (8, 8)
         """
-        images, channels = as_arrays(images), self.backbone.image_shape[-1]
+        images = as_arrays(images)
         self.check_input(images)
-        check_finite_images(images)
-
-        def convert(batch):
-            if self.preprocessor is not None:
-                batch = self.preprocessor.convert(batch)
-            return repeat_grey(batch, channels)
-
-        encoder = self.backbone.image_encoder
-        return self._encode(encoder, images, convert, "image", batch_size, verbose)
+        arguments.check_finite_images(images)
+        return self._encode("image", images, batch_size, verbose)
 
     def encode_text(self, captions, batch_size=64, verbose=0):
         """Compute embeddings of captions alone.
@@ -73,22 +66,25 @@ class PairEncoding:
 
         Source: as `encode_image`.
         """
-        token_ids = self._token_ids(captions)
-        encoder = self.backbone.text_encoder
-        return self._encode(
-            encoder, token_ids, lambda ids: ids, "text", batch_size, verbose
-        )
+        return self._encode("text", self._token_ids(captions), batch_size, verbose)
 
-    def _encode(self, encoder, inputs, convert, modality, batch_size, verbose):
+    def _encode(self, modality, inputs, batch_size, verbose):
+        """Return the embeddings of images or token ids, batch by batch."""
+        check_whole_numbers(1, batch_size=batch_size)
         if not len(inputs):
             raise ValueError(f"There is nothing to encode. Received: {inputs!r}.")
+        backbone, embeddings = self.backbone, []
+        encoder = getattr(backbone, f"{modality}_encoder")
         bar = keras.utils.Progbar(len(inputs), verbose=verbose, unit_name=modality)
-        embeddings = []
-        check_whole_numbers(1, batch_size=batch_size)
         for start in range(0, len(inputs), batch_size):
-            batch = convert(inputs[start : start + batch_size])
-            halves = {"image": None, "text": None} | {modality: batch}
-            check_pairs(self.backbone, halves["image"], halves["text"])
+            batch = inputs[start : start + batch_size]
+            if modality == "text":
+                arguments.check_token_ids(batch, backbone.sequence_length)
+            else:
+                if self.preprocessor is not None:
+                    batch = self.preprocessor.convert(batch)
+                batch = repeat_grey(batch, backbone.image_shape[-1])
+                arguments.check_images(batch, backbone.image_shape)
             found = encoder.predict_on_batch(batch)
             embeddings.append(found[f"{modality}_embedding"])
             bar.update(min(start + batch_size, len(inputs)))
@@ -97,14 +93,13 @@ class PairEncoding:
     def _token_ids(self, captions):
         if "int" in str(getattr(captions, "dtype", "")):
             token_ids = np.asarray(captions)
-            check_vocabulary(token_ids, self.backbone)
+            arguments.check_vocabulary(token_ids, self.backbone)
             return token_ids.astype("int32")
         if self.preprocessor is None:
             raise ValueError(
-                "Without a preprocessor there is no tokenizer: pass token ids, "
-                f"(N, {self.backbone.sequence_length}) ints, or give the task a "
-                "`preprocessor`. Received: captions of type "
-                f"{type(captions).__name__}."
+                "Without a preprocessor there is no tokenizer: pass "
+                f"(N, {self.backbone.sequence_length}) int token ids, or give the task "
+                f"a `preprocessor`. Received: captions={type(captions).__name__}."
             )
         return self.preprocessor.tokenize(checked_captions(captions))
 
@@ -121,32 +116,28 @@ class PairEncoding:
         Raises:
             ValueError: if names repeat, or a template has no `{}`.
 
-        Source: LIMoE, appendix D.2, which follows Radford et al. 2021 (CLIP), section
-        3.1.4.
+        Source: LIMoE, appendix D.2; Radford et al. 2021 (CLIP), section 3.1.4.
         """
         return class_embeddings(self.encode_text, class_names, templates)
 
     def zero_shot(
         self, images, class_names, templates=("{}",), batch_size=64, verbose=0
     ):
-        """Score classes that are given by their names alone.
+        """Score classes given by their names.
 
         Args:
             images: as in `encode_image`.
-            class_names: `C` strings, all different.
-            templates: strings, each with `{}` where the name goes.
+            class_names: as in `class_embeddings`.
+            templates: as in `class_embeddings`.
             batch_size: int, images per forward pass.
             verbose: 0 or 1, whether to show a progress bar.
 
         Returns:
-            `(N, C)` float32 array, the cosine of each image and class; `argmax(-1)`
-            are the predicted classes. `evaluation.zero_shot` also counts how many are
-            right.
+            `(N, C)` float32 array, the cosine of each image and class. See
+            `evaluation.zero_shot` for accuracies.
 
         Raises:
             ValueError: as `class_embeddings` and `encode_image`.
-
-        Source: as `class_embeddings`.
 
         Examples:
             >>> scores = limoe.zero_shot(scenes, ["red circle", "blue star"], ["a {}"])
@@ -155,3 +146,68 @@ class PairEncoding:
         """
         classes = self.class_embeddings(class_names, templates)
         return self.encode_image(images, batch_size, verbose) @ classes.T
+
+
+# === Names of classes ===
+
+
+def class_embeddings(encode_text, class_names, templates):
+    """Compute embeddings of classes, see `PairEncoding.class_embeddings`.
+
+    `encode_text` is a callable from a list of `N` str to `(N, D)` embeddings.
+    """
+    names, templates = check_names(class_names), _strings("templates", templates)
+    without = [text for text in templates if "{}" not in text]
+    if without:
+        raise ValueError(
+            "Each template needs {} where the name of the class goes. Received: "
+            f"templates with {without[0]!r}."
+        )
+    total = 0.0
+    step = max(1, _TEXTS_PER_CALL // len(names))
+    for start in range(0, len(templates), step):
+        part = templates[start : start + step]
+        texts = [text.replace("{}", name) for text in part for name in names]
+        found = np.asarray(encode_text(texts))
+        if found.ndim != 2 or len(found) != len(texts):
+            raise ValueError(
+                "`encode_text` must return one embedding for each text. "
+                f"Received: shape={found.shape} for {len(texts)} texts."
+            )
+        # (templates, C, D)
+        found = unit(found).reshape(len(part), len(names), -1)
+        total = total + found.sum(axis=0)
+    return unit(total).astype("float32")
+
+
+def unit(embeddings):
+    """Return rows of length 1 in float64; a row of zeros stays the same."""
+    embeddings = embeddings.astype("float64")
+    length = np.linalg.norm(embeddings, axis=-1, keepdims=True)
+    return embeddings / np.where(length > 0, length, 1.0)
+
+
+def check_names(class_names):
+    """Return a list of the names of classes, or raise if they cannot be used."""
+    names = _strings("class_names", class_names)
+    if len(set(names)) < len(names):
+        repeated = [name for name, count in Counter(names).items() if count > 1]
+        raise ValueError(
+            "The names of classes must all differ. Received: class_names with "
+            f"{', '.join(map(repr, repeated[:5]))} more than once."
+        )
+    return names
+
+
+def _strings(name, values):
+    """Return a list of strings, or raise unless they are such."""
+    is_one = isinstance(values, str) or not np.iterable(values)
+    values = [values] if is_one else list(values)
+    wrong = [v for v in values if not isinstance(v, str) or not v.strip()]
+    if is_one or wrong or not values:
+        found = repr(wrong[0] if wrong else values[0]) if values else "none"
+        raise ValueError(
+            f"`{name}` must be a list of strings, one or more, none of them empty. "
+            f"Received: {name} {'=' if is_one else 'with'} {found}."
+        )
+    return [str(value) for value in values]

@@ -22,57 +22,26 @@ class TextMoEBackbone(MoEBackbone):
     Args:
         vocabulary_size: int, number of different tokens.
         sequence_length: int `S`, tokens of a text, padding included.
-        num_layers: int, number of encoder blocks.
-        num_heads: int, number of attention heads. Must divide `hidden_dim`.
-        hidden_dim: int, width `D` of a token.
-        mlp_dim: int, hidden width of MLPs and experts.
-        moe_layers: tuple of int, the blocks (counted from 0) whose MLP is a mixture of
-            experts.
-        router: the router of those blocks, a template, or a list of routers, one for
-            each of those blocks. Required exactly if there are any.
+        num_layers: int, number of encoder blocks. This and all arguments that are not
+            listed here are those of `ViTMoEBackbone`.
         pooling: how tokens become `pooled_output`: `"last"` (the last token),
             `"first"`, `"gap"` (the mean of all tokens), `"gmp"` (their maximum) or
             `"map"` (multi-head attention pooling).
         mask_padding: bool, whether padding (id 0) gets no attention and no slot, and
-            counts neither in the losses of routers nor in the pooling; a text is then
-            encoded as if the sequence ended with it. The released models do
-            not mask it.
-        use_qk_norm: bool, whether attention normalizes queries and keys.
-        dropout_rate: float, dropout in the encoder blocks.
-        group_images: int or `None`, texts whose tokens are routed together, see
-            `layers.MoE` for this and the following ones.
-        dispatcher: `"auto"`, `"gather"` or `"einsum"`.
-        equal_experts: bool, whether all experts of a block start with the same weights.
-        expert_dropout_rate: float, dropout inside the experts.
-        remat_experts: bool, whether the backward pass computes the hidden activations
-            of the experts again.
-        dispatch_dtype: `None` or `"bfloat16"`, the dtype to which tokens are rounded
-            on the way to the experts and back.
-        shared_mlp_dim: int or `None`, hidden width of an MLP that computes every token
-            besides its experts, see `layers.MoE`.
-        expert_mlp_dim: int or `None`, hidden width of an expert; `None` for `mlp_dim`.
-        dtype: dtype or policy of all layers but the routers, which stay in float32.
-        name: str or `None`, name of the model.
-        trainable: bool, whether the weights are trained.
+            counts neither in the losses of routers nor in the pooling. The released
+            models do not mask it.
+        group_images: int or `None`, texts whose tokens are routed together.
 
     Returns, when called on `(B, S)` int token ids: dict of `"sequence_output"`
         `(B, S, D)`, the normalized tokens, and `"pooled_output"` `(B, D)`.
 
     Raises:
-        ValueError: if the heads do not divide the width, `moe_layers` and `router` do
-            not fit, or another argument is not among the accepted values.
+        ValueError: if an argument is not among the accepted values.
 
     Source: Soft MoE, section 4 (text tower of the contrastive models).
 
     Examples:
-        >>> text_backbone = ksm.models.TextMoEBackbone(
-        ...     vocabulary_size=500,
-        ...     sequence_length=16,
-        ...     num_layers=2,
-        ...     num_heads=2,
-        ...     hidden_dim=32,
-        ...     mlp_dim=64,
-        ... )
+        >>> text_backbone = ksm.models.TextMoEBackbone(500, 16, 2, 2, 32, 64)
         >>> text_backbone(np.ones((2, 16), "int32"))["pooled_output"].shape
         (2, 32)
     """
@@ -110,9 +79,7 @@ class TextMoEBackbone(MoEBackbone):
         layers = architecture.layers()
 
         # === Functional Model ===
-        token_ids = keras.Input(
-            shape=(sequence_length,), dtype="int32", name="token_ids"
-        )
+        token_ids = keras.Input((sequence_length,), dtype="int32", name="token_ids")
         super().__init__(
             architecture,
             inputs=token_ids,

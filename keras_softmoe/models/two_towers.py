@@ -16,8 +16,7 @@ from keras_softmoe.types import DType
 class TwoTowerBackbone(MoEBackbone, SingleModality):
     """An image tower and a text tower whose outputs are compared.
 
-    Either may have mixtures of experts; they share nothing. Images are as for
-    `ViTMoEBackbone`.
+    Either may have mixtures of experts; they share nothing.
 
     Args:
         image_backbone: `ViTMoEBackbone`.
@@ -25,11 +24,10 @@ class TwoTowerBackbone(MoEBackbone, SingleModality):
         image_projection_dim: int, width of a dense layer on top of the image tower;
             `None` for no such layer.
         text_projection_dim: the same for the text tower.
-        freeze_image: bool, whether the image tower stays as it is, in inference mode,
-            so that only the text tower learns ("locked image tuning").
+        freeze_image: bool, whether the image tower is frozen and in inference mode
+            ("locked image tuning").
         logit_scale: float, initial value of the learned scale of similarities.
-        logit_bias: float or `None`, initial value of a learned bias of similarities;
-            `None` for none.
+        logit_bias: float or `None`, initial value of a learned bias of similarities.
         dtype: dtype or policy of the projections.
         name: str or `None`, name of the model.
         trainable: bool, whether the weights are trained.
@@ -37,26 +35,19 @@ class TwoTowerBackbone(MoEBackbone, SingleModality):
     Returns, when called on a dict of `"images"` `(B, height, width, channels)` and
         `"token_ids"` `(B, S)` int32: dict of `"image_embedding"` and
         `"text_embedding"` `(B, width)` float32 of length one, `"logit_scale"` `(B,)`
-        and, if there is one, `"logit_bias"` `(B,)`, the same number in each row.
+        and, if there is one, `"logit_bias"` `(B,)`, equal in all rows.
 
     Raises:
         ValueError: if an argument is of another kind, or the embeddings of the towers
             differ in width.
 
-    Source: Soft MoE, section 4. Unlike in its released code, balancing losses of
-    experts in the towers are trained: `fit` adds them to the contrastive loss.
+    Source: Soft MoE, section 4. Unlike its released code, `fit` adds the balancing
+    losses of experts in the towers to the contrastive loss.
 
     Examples:
         >>> backbone = ksm.models.TwoTowerBackbone(
         ...     ksm.models.ViTMoEBackbone.from_preset(name),
-        ...     ksm.models.TextMoEBackbone(
-        ...         vocabulary_size=500,
-        ...         sequence_length=16,
-        ...         num_layers=2,
-        ...         num_heads=2,
-        ...         hidden_dim=32,
-        ...         mlp_dim=64,
-        ...     ),
+        ...     ksm.models.TextMoEBackbone(500, 16, 2, 2, 32, 64),
         ...     text_projection_dim=96,
         ...     freeze_image=True,
         ... )
@@ -123,18 +114,14 @@ class TwoTowerBackbone(MoEBackbone, SingleModality):
 
     @property
     def architecture(self) -> Settings:
-        towers = {"image_backbone": self.image_backbone}
-        towers["text_backbone"] = self.text_backbone
-        return self._architecture.replace(
-            **{name: tower.architecture for name, tower in towers.items()}
+        return self._architecture.with_values(
+            image_backbone=self.image_backbone.architecture,
+            text_backbone=self.text_backbone.architecture,
         )
 
     @property
     def routers(self) -> dict:
-        """Dict from `"image"` or `"text"` and the index of a MoE block to its router.
-
-        Its keys are strings like `"image/3"`.
-        """
+        """Dict from each MoE block, such as `"image/3"`, to its router."""
         towers = {"image": self.image_backbone, "text": self.text_backbone}
         return {
             f"{modality}/{index}": router
@@ -148,18 +135,17 @@ class TwoTowerBackbone(MoEBackbone, SingleModality):
             "text_backbone": keras.saving.serialize_keras_object(self.text_backbone),
         }
         if self.freeze_image:
-            # `freeze_image` freezes it again, or is another one when it is loaded.
+            # `freeze_image` freezes it again, unless another value is passed.
             towers["image_backbone"]["config"]["trainable"] = True
         base = base_config(self, [self.image_backbone, self.text_backbone])
         return {**self._architecture.flat(), **base, **towers}
 
     @classmethod
     def from_config(cls, config):
-        towers = {
-            name: keras.saving.deserialize_keras_object(config[name])
-            for name in ("image_backbone", "text_backbone")
-        }
-        return cls(**{**with_quantization(config), **towers})
+        config = with_quantization(config)
+        for name in ("image_backbone", "text_backbone"):
+            config[name] = keras.saving.deserialize_keras_object(config[name])
+        return cls(**config)
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")

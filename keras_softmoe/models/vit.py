@@ -18,9 +18,7 @@ from keras_softmoe.types import DType, Tensor
 class ViTMoEBackbone(MoEBackbone):
     """Vision Transformer in which some blocks are mixtures of experts.
 
-    With `moe_layers=()` it is a dense ViT. Images have values in `[-1, 1]`, as
-    `ViTMoEImageConverter` returns for pixels from 0 to 255. Their channels are last,
-    for any `keras.config.image_data_format()`.
+    With `moe_layers=()` it is a dense ViT.
 
     Args:
         image_shape: `(height, width, channels)` of the images, in pixels.
@@ -29,66 +27,49 @@ class ViTMoEBackbone(MoEBackbone):
         num_heads: int, number of attention heads. Must divide `hidden_dim`.
         hidden_dim: int, width `D` of a token.
         mlp_dim: int, hidden width of MLPs and experts.
-        moe_layers: tuple of int, the blocks (counted from 0) whose MLP is a mixture of
-            experts.
+        moe_layers: tuple of int, the blocks (from 0) whose MLP is a mixture of experts.
         router: a router, of which each of those blocks makes a copy, or a list with one
-            for each. Required if `moe_layers` is not empty, and not accepted otherwise.
+            for each. Required exactly if there are such blocks.
         pooling: how tokens become `pooled_output`: `"token"` (a class token), `"first"`
             (the first patch), `"gap"` (the mean of all tokens but registers) or
             `"map"` (multi-head attention pooling).
         position_embedding: `"learned"`, `"sincos2d"` or `"none"`.
-        position_resampling: how learned positions are resized to another resolution:
-            `"bilinear"`, `"bicubic"` or `"bicubic_antialias"`, see
-            `layers.PositionEmbedding`.
+        use_qk_norm: bool, whether attention normalizes queries and keys.
+        representation_dim: int or `None`, width of a dense layer with a tanh on the
+            `pooled_output` (the "pre-logits").
+        dropout_rate: float, dropout in the encoder blocks.
+        position_resampling: `"bilinear"`, `"bicubic"` or `"bicubic_antialias"`, how
+            learned positions are resized, see `layers.PositionEmbedding`.
         num_registers: int, learned tokens between class token and patches (registers,
             DeiT's distillation token).
-        use_qk_norm: bool, whether attention normalizes queries and keys.
-        representation_dim: int or `None`. If given, `pooled_output` goes through one
-            more dense layer of that width with a tanh (the "pre-logits").
-        dropout_rate: float, dropout in the encoder blocks.
         activation: of MLPs and experts: `"gelu_tanh"` (GELU in the tanh approximation,
             as in the papers' code) or `"gelu"` (exact).
         layer_norm_epsilon: float, added to the variance in layer normalizations.
-        layer_scale: float or `None`. If given, learned factors with this initial value
-            multiply the outputs of attention and MLPs.
-        group_images: int or `None`, images whose tokens are routed together, see
-            `layers.MoE` for this argument and the next five.
-        dispatcher: `"auto"`, `"gather"` or `"einsum"`.
-        equal_experts: bool, whether all experts of a block start with the same weights.
-        expert_dropout_rate: float, dropout inside the experts.
-        remat_experts: bool, whether the experts' hidden activations are recomputed in
-            the backward pass instead of kept.
-        dispatch_dtype: `None` or `"bfloat16"`, the dtype to which tokens are rounded
-            on the way to the experts and back.
-        shared_mlp_dim: int or `None`, hidden width of an MLP that computes every token
-            besides its experts, see `layers.MoE`.
+        layer_scale: float or `None`, initial value of learned factors of the outputs of
+            attention and MLPs.
+        group_images: int or `None`, images whose tokens are routed together. This and
+            `dispatcher`, `equal_experts`, `expert_dropout_rate`, `remat_experts`,
+            `dispatch_dtype` and `shared_mlp_dim` are arguments of `layers.MoE`.
         expert_mlp_dim: int or `None`, hidden width of an expert; `None` for `mlp_dim`.
         dtype: dtype or policy of all layers but the routers, which stay in float32.
         name: str or `None`, name of the model.
         trainable: bool, whether the weights are trained.
 
-    Returns, when called on `(B, height, width, channels)` images: dict of
-        `"sequence_output"` `(B, S, D)`, the normalized tokens (class token first, then
-        registers), and `"pooled_output"` `(B, D)` (or `(B, representation_dim)`).
+    Returns, when called on `(B, height, width, channels)` images in `[-1, 1]`, channels
+        last for any `keras.config.image_data_format()`: dict of `"sequence_output"`
+        `(B, S, D)`, the normalized tokens (class token, registers, patches), and
+        `"pooled_output"` `(B, D)` (or `(B, representation_dim)`).
 
     Raises:
         ValueError: if the patch does not divide the image, the heads do not divide the
-            width, `moe_layers` and `router` do not fit, or another argument is not
-            among the accepted values.
+            width, or another argument is not among the accepted values.
 
     Source: V-MoE, section 2; Soft MoE, section 2.
 
     Examples:
+        >>> router = ksm.routers.SoftRouter(num_experts=4, slots_per_expert=4)
         >>> backbone = ksm.models.ViTMoEBackbone(
-        ...     image_shape=(32, 32, 3),
-        ...     patch_size=8,
-        ...     num_layers=2,
-        ...     num_heads=2,
-        ...     hidden_dim=32,
-        ...     mlp_dim=64,
-        ...     moe_layers=(1,),
-        ...     router=ksm.routers.SoftRouter(num_experts=4, slots_per_expert=4),
-        ...     pooling="gap",
+        ...     (32, 32, 3), 8, 2, 2, 32, 64, moe_layers=(1,), router=router
         ... )
         >>> backbone(np.zeros((2, 32, 32, 3)))["pooled_output"].shape
         (2, 32)
@@ -158,10 +139,8 @@ class ViTMoEBackbone(MoEBackbone):
 
         Examples:
             >>> decisions = backbone.route(np.zeros((2, 32, 32, 3)))
-            >>> decisions[
-            ...     1
-            ... ].routing.dispatch.shape  # (B, S, E, C) in a soft router's block
-            (2, 16, 4, 4)
+            >>> decisions[1].routing.dispatch.shape  # (B, S, E, C)
+            (2, 17, 4, 4)
         """
         check_images(images, self.image_shape)
         images = ops.convert_to_tensor(images, self.input.dtype)

@@ -1,12 +1,12 @@
 """Zero-shot classification with a model that can be worked out by hand.
 
-Tests `evaluation/embeddings.py` and `models/class_embeddings.py`.
+Tests `evaluation/embeddings.py` and `models/pair_encoding.py`.
 """
 
 import numpy as np
 import pytest
 
-import keras_softmoe.models.class_embeddings as module
+import keras_softmoe.models.pair_encoding as module
 from keras_softmoe.evaluation import zero_shot
 from keras_softmoe.evaluation.embeddings import ZeroShot
 from tests.support.close import assert_near

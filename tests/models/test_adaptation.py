@@ -9,6 +9,7 @@ import keras_softmoe as ksm
 from keras_softmoe import layers, models
 from tests.support import tiny
 from tests.support.close import assert_near
+from tests.support.layer_checks import assert_same_weights
 from tests.support.references import to_numpy
 
 pytestmark = [tiny.FITTING, tiny.LOADING]
@@ -253,8 +254,7 @@ def test_int4_reaches_the_experts_and_round_trips(tmp_path):
         models.ViTMoEImageClassifier.from_preset(str(tmp_path / "int4")),
         keras.saving.load_model(tmp_path / "int4.keras"),
     ):
-        for one, other in zip(revived.get_weights(), model.get_weights(), strict=True):
-            np.testing.assert_array_equal(one, other)
+        assert_same_weights(revived, model)
         assert_near(tiny.predict(revived, x), actual, rtol=1e-4, atol=1e-5)
 
 
@@ -283,8 +283,7 @@ def test_int8_reaches_the_experts_and_round_trips(tmp_path):
     ):
         bank = revived.backbone.blocks[1].moe.experts.output_dense
         assert bank.quantization_mode == "int8"
-        for one, other in zip(revived.get_weights(), model.get_weights(), strict=True):
-            np.testing.assert_array_equal(one, other)
+        assert_same_weights(revived, model)
     assert_near(tiny.predict(revived, x), actual, rtol=1e-4, atol=1e-5)
 
 

@@ -1,6 +1,6 @@
-"""What `fit` says of the balance of experts: their loss, and tokens without one.
+"""The balance of experts in `fit`: their loss, and tokens without one.
 
-Tests `models/balance.py` and the callback that `models/fitting.py` adds.
+Tests `models/fitting.py`.
 """
 
 import functools
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import analysis, ops, routers
-from keras_softmoe.models import balance, fitting
+from keras_softmoe.models import fitting
 from tests.support import tiny, tiny_limoe
 from tests.support.references import to_numpy
 
@@ -168,7 +168,7 @@ def test_fit_does_not_warn(make):
 def test_share_of_dropped_tokens():
     model = collapsed(capacity_factor=0.5, group_images=2)
     # Of 8 tokens in a group one is taken; for 4 of them there are no slots.
-    (share,) = balance.dropped_shares(model, tiny.images(BATCH)).values()
+    (share,) = fitting.dropped_shares(model, tiny.images(BATCH)).values()
     assert share == pytest.approx((8 - 1 - 4) / 8)
     (block,) = analysis.analyze(model, tiny.pixels(BATCH), verbose=0).blocks.values()
     assert block.dropped == pytest.approx(7 / 8)
@@ -177,9 +177,9 @@ def test_share_of_dropped_tokens():
 def test_the_look_at_a_batch_changes_nothing(monkeypatch):
     after = []
     for limit in (-1.0, 1.0):
-        monkeypatch.setattr(balance, "_MANY", limit)
+        monkeypatch.setattr(fitting, "_MANY", limit)
         if limit == 1.0:
-            monkeypatch.setattr(fitting, "may_drop", lambda model: False)
+            monkeypatch.setattr(fitting, "_with_drop_warning", lambda *a: a[-1])
         keras.utils.set_random_seed(1)
         router = routers.SoftmaxTokenChoiceRouter(
             EXPERTS, capacity_factor=1.0, noise_std=1.0, random_logits=True
@@ -194,7 +194,7 @@ def test_the_look_at_a_batch_changes_nothing(monkeypatch):
 
 
 def test_pairs_are_looked_at(monkeypatch):
-    monkeypatch.setattr(balance, "_MANY", -1.0)
+    monkeypatch.setattr(fitting, "_MANY", -1.0)
     task = tiny_limoe.task()
     task.compile(keras.optimizers.SGD(0.0), metrics=None)
     x = {"images": tiny.pixels(3), "captions": tiny_limoe.captions(3)}

@@ -39,10 +39,6 @@ def fit():
     return np.concatenate([to_numpy(w).ravel() for w in model.trainable_weights])
 
 
-def evaluate():
-    return tiny.classifier().evaluate(PIXELS, LABELS, verbose=0)
-
-
 def batches():
     """Of the path that is not `tf.data`'s."""
     return tiny.predict(tiny.classifier(), Batches())
@@ -54,10 +50,6 @@ class Batches(keras.utils.PyDataset):
 
     def __getitem__(self, index):
         return PIXELS[3 * index : 3 * index + 3]
-
-
-def preprocess():
-    return to_numpy(tiny.preprocessor()(PIXELS))
 
 
 def probe():
@@ -75,11 +67,6 @@ def probe():
 def route():
     routing = analysis.analyze(tiny.classifier(router=tiny.SPARSE), tiny.pixels(4))
     return [x.load for x in routing.blocks.values()]
-
-
-def maps():
-    routing = analysis.analyze(tiny.classifier(), tiny.pixels(2), num_pictures=2)
-    return [x for maps in routing.maps.values() for x in (maps.dispatch, maps.combine)]
 
 
 def encode_image():
@@ -143,12 +130,9 @@ def from_pixels():
 CASES = [
     predict,
     fit,
-    evaluate,
     batches,
-    preprocess,
     probe,
     route,
-    maps,
     encode_image,
     fit_pairs,
     two_towers,

@@ -12,6 +12,7 @@ import pytest
 from keras_softmoe import evaluation, models
 from tests.support import tiny, tiny_limoe
 from tests.support.close import assert_near
+from tests.support.layer_checks import assert_same_weights
 from tests.support.references import to_numpy
 from tests.support.tiny_limoe import (
     BATCH,
@@ -127,8 +128,7 @@ def test_bad_captions(model, bad, message):
     ):
         with pytest.raises(ValueError, match=f"(?s){message}"):
             call()
-    for weight, old in zip(model.get_weights(), weights, strict=True):
-        np.testing.assert_array_equal(weight, old)
+    assert_same_weights(model, weights)
 
 
 def test_no_captions(model):
@@ -314,8 +314,7 @@ def test_bad_captions_in_a_pipeline(model, bad, message):
                 call(dataset, verbose=0)
         assert np.isfinite(model.fit(good, verbose=0).history["loss"]).all()
         # (The rate is zero.)
-        for weight, old in zip(model.get_weights(), weights, strict=True):
-            np.testing.assert_array_equal(weight, old)
+        assert_same_weights(model, weights)
 
 
 @pytest.mark.parametrize(

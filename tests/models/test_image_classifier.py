@@ -8,6 +8,7 @@ from keras_softmoe import models, ops, routers
 from tests.skips import only_on
 from tests.support import tiny
 from tests.support.close import assert_near, difference
+from tests.support.layer_checks import assert_same_weights
 from tests.support.references import to_numpy
 
 NUM_IMAGES = 50
@@ -104,18 +105,12 @@ def test_pixels_are_rescaled_and_resized():
     assert_near(tiny.predict(model, large), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_without_preprocessor():
-    model = tiny.classifier({"preprocessor": None})
+@pytest.mark.parametrize("preprocessor", [None, lambda x: x / 127.5 - 1.0])
+def test_without_preprocessor_or_with_any_callable(preprocessor):
+    model = tiny.classifier({"preprocessor": preprocessor})
+    x = tiny.images(2) if preprocessor is None else tiny.pixels(2)
     expected = to_numpy(model(tiny.images(2)))
-    actual = tiny.predict(model, tiny.images(2))
-    assert_near(actual, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_any_callable_preprocesses():
-    model = tiny.classifier({"preprocessor": lambda x: x / 127.5 - 1.0})
-    expected = to_numpy(model(tiny.images(2)))
-    actual = tiny.predict(model, tiny.pixels(2))
-    assert_near(actual, expected, rtol=1e-4, atol=1e-5)
+    assert_near(tiny.predict(model, x), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_head():
@@ -179,19 +174,14 @@ def test_training_goes_on_from_a_keras_file(tmp_path):
         assert_near(to_numpy(one), to_numpy(other), rtol=1e-4, atol=1e-6)
 
 
-def test_keras_file_of_a_classifier_that_was_never_compiled(tmp_path):
-    path = tmp_path / "model.keras"
-    tiny.classifier({"compile": False}).save(path)
-    assert not keras.saving.load_model(path).compiled
-
-
-def test_preset_of_a_classifier_that_was_never_compiled(tmp_path):
+def test_files_of_a_classifier_that_was_never_compiled(tmp_path):
     model = tiny.classifier({"compile": False})
+    model.save(tmp_path / "model.keras")
+    assert not keras.saving.load_model(tmp_path / "model.keras").compiled
     model.save_to_preset(str(tmp_path / "preset"))
     revived = type(model).from_preset(str(tmp_path / "preset"), compile=False)
     assert not revived.compiled
-    for one, other in zip(revived.get_weights(), model.get_weights(), strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_same_weights(revived, model)
 
 
 def test_keras_file_of_a_backbone(tmp_path):
@@ -200,8 +190,7 @@ def test_keras_file_of_a_backbone(tmp_path):
     model.save(path)
     revived = keras.saving.load_model(path)
     assert revived.get_config() == model.get_config()
-    for one, other in zip(revived.get_weights(), model.get_weights(), strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_same_weights(revived, model)
 
 
 def test_configuration_round_trip():
@@ -306,8 +295,7 @@ def test_weights_of_samples_must_be_finite(number):
             run()
     with pytest.raises(ValueError, match=r"`class_weight` must be.*Received.*\{1: "):
         model.fit(x, y, class_weight={1: number}, verbose=0)
-    for now, weight in zip(model.weights, before, strict=True):
-        np.testing.assert_array_equal(to_numpy(now), weight)
+    assert_same_weights(model, before)
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")

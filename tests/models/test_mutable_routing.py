@@ -7,6 +7,7 @@ import pytest
 from keras_softmoe import models, routers
 from tests.support import tiny, tiny_limoe
 from tests.support.close import assert_near
+from tests.support.layer_checks import assert_same_weights
 from tests.support.references import to_numpy
 
 pytestmark = tiny.FITTING
@@ -243,10 +244,7 @@ def test_expert_dropout_at_load(tmp_path):
         str(tmp_path / "preset"), expert_dropout_rate=0.1
     )
     assert revived.backbone.expert_dropout_rate == 0.1
-    for actual, expected in zip(
-        revived.get_weights(), model.get_weights(), strict=True
-    ):
-        np.testing.assert_array_equal(actual, expected)
+    assert_same_weights(revived, model)
 
 
 @pytest.mark.parametrize(

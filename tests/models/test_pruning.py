@@ -1,4 +1,4 @@
-"""Pruning a LIMoE: what is left computes what it did, and what is gone is gone."""
+"""Pruning a LIMoE: kept experts compute what they did, the others are gone."""
 
 import numpy as np
 import pytest

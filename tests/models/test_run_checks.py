@@ -12,6 +12,7 @@ import pytest
 from keras_softmoe import routers
 from tests.support import tiny
 from tests.support.close import assert_near
+from tests.support.layer_checks import assert_same_weights
 
 pytestmark = tiny.FITTING
 IS_TORCH = keras.backend.backend() == "torch"
@@ -50,8 +51,7 @@ def test_a_compiled_run_is_refused_where_decisions_are_recorded(
     ):
         run()
     assert decisions == {}
-    for now, earlier in zip(model.get_weights(), before, strict=True):
-        np.testing.assert_array_equal(now, earlier)
+    assert_same_weights(model, before)
     run()
 
 
@@ -123,8 +123,7 @@ def test_other_weights_than_those_of_the_optimizer(change):
     ):
         with pytest.raises(ValueError, match="call `compile` again.*router/kernel"):
             refused()
-    for now, earlier in zip(model.get_weights(), before, strict=True):
-        np.testing.assert_array_equal(now, earlier)
+    assert_same_weights(model, before)
     model.compile(keras.optimizers.SGD(0.1))
     run()
     kernel = model.backbone.router.kernel

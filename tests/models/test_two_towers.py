@@ -11,7 +11,7 @@ from keras_softmoe import models, ops, routers
 from keras_softmoe.layers.pooling import TEXT_POOLINGS
 from tests.support import tiny, tiny_limoe
 from tests.support.close import assert_near
-from tests.support.layer_checks import randomize
+from tests.support.layer_checks import assert_same_weights, randomize
 from tests.support.references import to_numpy
 from tests.support.tiny_limoe import BATCH, LENGTH, VOCABULARY_SIZE, as_numpy, pairs
 
@@ -100,8 +100,7 @@ def test_text_tower_configuration(tmp_path):
     model.save_to_preset(str(tmp_path))
     revived = models.TextMoEBackbone.from_preset(str(tmp_path), priority="max")
     assert revived.router.priority == "max"
-    for one, other in zip(revived.get_weights(), model.get_weights(), strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_same_weights(revived, model)
 
 
 @pytest.mark.parametrize(
@@ -196,8 +195,7 @@ def test_frozen_image_tower():
     assert not image.trainable_weights
     history = model.fit(x["images"], x["token_ids"], shuffle=False, verbose=0).history
     np.testing.assert_allclose(history["loss"][0], expected, rtol=2e-5)
-    for weight, old in zip(image.weights, frozen, strict=True):
-        np.testing.assert_array_equal(to_numpy(weight), old, err_msg=weight.path)
+    assert_same_weights(image, frozen)
     text = backbone.text_backbone.trainable_weights
     for weight, old in zip(text, learned, strict=True):
         if not weight.path.endswith("key/bias"):
@@ -234,8 +232,7 @@ def test_preset(tmp_path, freeze_image):
     assert bool(trainable) != freeze_image
     # Frozen or not, the weights have one place in the file.
     other = models.TwoTowerBackbone.from_preset(path, freeze_image=not freeze_image)
-    for one, two in zip(other.weights, backbone.weights, strict=True):
-        np.testing.assert_array_equal(to_numpy(one), to_numpy(two))
+    assert_same_weights(other, backbone)
 
 
 def test_routers_of_both_towers():

@@ -263,15 +263,6 @@ def test_registers_are_not_pooled(pooling):
     assert_near(outputs["pooled_output"], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_layer_settings_reach_the_layers():
-    model = tiny.backbone(
-        use_qk_norm=True, dropout_rate=0.1, group_images=3, dispatcher="einsum"
-    )
-    block = model.blocks[1]
-    assert (block.use_qk_norm, block.dropout_rate) == (True, 0.1)
-    assert (block.moe.group_images, block.moe.dispatcher) == (3, "einsum")
-
-
 @pytest.mark.parametrize("equal_experts", [False, True])
 def test_equal_experts(equal_experts):
     model = models.ViTMoEBackbone(
@@ -321,11 +312,6 @@ def test_equal_experts(equal_experts):
 def test_bad_argument(wrong, message):
     with pytest.raises(ValueError, match=f"(?s){message}"):
         tiny.backbone(**wrong)
-
-
-def test_unknown_argument():
-    with pytest.raises(TypeError, match="num_blocks"):
-        tiny.backbone(num_blocks=2)
 
 
 @pytest.mark.parametrize(

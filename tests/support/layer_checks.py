@@ -216,3 +216,10 @@ def flags(layer):
     # What has no weights has nothing to train.
     parts = [part for part in layer._flatten_layers() if part.weights]
     return [(part.name, part.trainable) for part in (*layer.weights, *parts)]
+
+
+def assert_same_weights(model, expected):
+    """Weights equal those of another model, or a list of arrays."""
+    expected = getattr(expected, "weights", expected)
+    for weight, value in zip(model.weights, expected, strict=True):
+        np.testing.assert_array_equal(to_numpy(weight), to_numpy(value), weight.path)
