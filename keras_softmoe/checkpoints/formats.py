@@ -1,30 +1,22 @@
-"""Checkpoints of any supported format: opened, copied, under V-MoE's names."""
+"""Opening of checkpoints of any supported format.
+
+A new format is a reader in a file of its own, and a line in `read_checkpoint`.
+"""
 
 import json
 import os
 from pathlib import Path
 
-import keras
-
-from keras_softmoe.checkpoints.msgpack_stream import CheckpointError
+from keras_softmoe.checkpoints.checkpoint import Checkpoint, CheckpointError
+from keras_softmoe.checkpoints.downloads import local_copy
 from keras_softmoe.checkpoints.npz import read_vit_checkpoint
-from keras_softmoe.checkpoints.opening import (
-    download,
-    is_remote,
-    open_file,
-    web_address,
-)
 from keras_softmoe.checkpoints.safetensors import read_safetensors
 from keras_softmoe.checkpoints.torch_names import read_torch_names
-from keras_softmoe.checkpoints.vmoe import Checkpoint, read_sharded
-from keras_softmoe.checkpoints.vmoe_index import data_path, read_index
-from keras_softmoe.files import atomic_file
+from keras_softmoe.checkpoints.vmoe import read_sharded
 
-ONE_FILE_SUFFIXES = (".npz", ".safetensors")
 CONFIG_FILE = "config.json"
 PREPROCESSOR_FILE = "preprocessor_config.json"
 _MAX_TEXT = 1 << 20
-_BLOCK = 1 << 24
 
 
 def read_checkpoint(source: str | os.PathLike) -> Checkpoint:
@@ -44,8 +36,8 @@ def read_checkpoint(source: str | os.PathLike) -> Checkpoint:
     unpickled, and refer to no other files.
 
     Args:
-        source: str or path, or a URL (`gs://bucket/name`). Public buckets are read over
-            HTTPS, other URLs through `tf.io.gfile`.
+        source: str or path, or a URL (`https://...`, or `gs://bucket/name` of a public
+            bucket), which is downloaded once.
 
     Returns:
         `Mapping` from name to NumPy array, with the attributes `shapes` and `dtypes`
@@ -53,8 +45,9 @@ def read_checkpoint(source: str | os.PathLike) -> Checkpoint:
         access reads again. Arrays of bfloat16 have the dtype `ml_dtypes.bfloat16`.
 
     Raises:
-        CheckpointError: (a `ValueError`) if a file is missing, damaged, or does not
-            fit the others. Later, if an array can no longer be read.
+        CheckpointError: (a `ValueError`) if a file is missing, damaged, cannot be
+            fetched, or does not fit the others. Later, if an array can no longer be
+            read.
 
     Source: V-MoE's released code (format of its checkpoints, version 20220622);
     Dosovitskiy et al. 2021, released code, and big_vision's (names of the parameters);
@@ -66,7 +59,7 @@ def read_checkpoint(source: str | os.PathLike) -> Checkpoint:
         (16, 10)
         >>> kernel = checkpoint["head/kernel"]
     """
-    path = os.fspath(source)
+    path = local_copy(os.fspath(source))
     if path.endswith(".npz"):
         return read_vit_checkpoint(path)
     if path.endswith(".safetensors"):
@@ -122,7 +115,7 @@ def read_text_beside(path, name):
         CheckpointError: if it is damaged.
     """
     file = Path(path).parent / name
-    if is_remote(path) or not file.is_file():
+    if "://" in path or not file.is_file():
         return {}
     try:
         if file.stat().st_size > _MAX_TEXT:
@@ -136,57 +129,3 @@ def read_text_beside(path, name):
             f"{str(error)[:80]}. Fetch it again, or move the weights elsewhere."
         ) from error
     return found
-
-
-# === Copies ===
-
-
-def is_one_file(prefix):
-    """Return whether a checkpoint is a single file (`.npz`, `.safetensors`)."""
-    return str(prefix).endswith(ONE_FILE_SUFFIXES)
-
-
-def download_checkpoint(prefix, folder, verbose=1):
-    """Copy the files of a checkpoint into a folder.
-
-    Args:
-        prefix: str, the common part of the files, for example `gs://bucket/name`, or a
-            single `.npz` or `.safetensors` file. Public buckets are read over HTTPS.
-        folder: str or path of an existing directory.
-        verbose: 0 or 1, whether to show progress bars.
-
-    Returns:
-        str, the prefix of the copies.
-
-    Raises:
-        CheckpointError: (a `ValueError`) if a file cannot be read, or the index is
-            damaged.
-    """
-    copy = str(Path(folder, prefix.rpartition("/")[2]))
-    if is_one_file(prefix):
-        _copy(prefix, copy, verbose)
-        return copy
-    _copy(f"{prefix}.index", f"{copy}.index", verbose=0)
-    _, shard_count = read_index(copy)
-    for shard in range(shard_count):
-        _copy(
-            data_path(prefix, shard, shard_count),
-            data_path(copy, shard, shard_count),
-            verbose,
-        )
-    return copy
-
-
-def _copy(source, target, verbose):
-    if verbose:
-        print(f"Downloading {source}")
-    if web_address(source) is not None:
-        with atomic_file(target) as aside:
-            os.replace(download(source, aside.parent, verbose), aside)
-        return
-    with open_file(source) as (file, size), atomic_file(target) as aside:
-        progress = keras.utils.Progbar(size, verbose=verbose, unit_name="byte")
-        with open(aside, "wb") as copy:
-            while block := file.read(_BLOCK):
-                copy.write(block)
-                progress.add(len(block))

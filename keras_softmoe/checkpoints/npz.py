@@ -7,15 +7,18 @@ import zipfile
 import ml_dtypes
 import numpy as np
 
-from keras_softmoe.checkpoints.msgpack_stream import CheckpointError
-from keras_softmoe.checkpoints.opening import open_file
+from keras_softmoe.checkpoints.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    LazyArray,
+    open_file,
+)
 from keras_softmoe.checkpoints.translation import (
     POSITIONS,
     place_tokens,
     same,
     translate,
 )
-from keras_softmoe.checkpoints.vmoe import Checkpoint, LazyArray
 
 # Weights hardly compress: an archive that grows much more does not contain weights.
 _MAX_GROWTH = 16
@@ -77,7 +80,10 @@ def read_vit_checkpoint(path):
         member: _lazy(path, member, shape, dtype)
         for member, shape, dtype in _members(path)
     }
-    arrays = _of_images(arrays)
+    # The parameters of the image tower only
+    for prefix in ("params/", "img/"):
+        below = {n.removeprefix(prefix): n for n in arrays if n.startswith(prefix)}
+        arrays = {name: arrays[n] for name, n in below.items()} or arrays
     where = f"'{path}'"
     arrays = translate(_unstacked(arrays, where), _RULES, where)
     if POSITIONS in arrays:
@@ -87,15 +93,6 @@ def read_vit_checkpoint(path):
             raise CheckpointError(f"{where} has positions of the shape {shape}.")
         arrays = place_tokens(arrays, (0,))
     return Checkpoint(arrays)
-
-
-def _of_images(arrays):
-    """Return the parameters of the image tower only."""
-    for prefix in ("params/", "img/"):
-        below = [name for name in arrays if name.startswith(prefix)]
-        if below:
-            arrays = {name.removeprefix(prefix): arrays[name] for name in below}
-    return arrays
 
 
 def _unstacked(arrays, where):
@@ -147,30 +144,24 @@ def _members(path):
         infos = archive.infolist()
         total = sum(info.file_size for info in infos)
         if total > max(_MAX_GROWTH * size, _MAX_SMALL):
-            raise CheckpointError(
-                f"'{path}' would grow from {size:,} to {total:,} bytes: no weights do."
-            )
+            raise ValueError(f"it would grow from {size:,} to {total:,} bytes")
         if len({info.filename for info in infos}) < len(infos):
-            raise CheckpointError(f"'{path}' holds a name twice.")
+            raise ValueError("it holds a name twice")
         for info in infos:
             with archive.open(info) as member:
-                shape, dtype, offset = _read_header(member)
+                version = np.lib.format.read_magic(member)
+                if version == (1, 0):
+                    header = np.lib.format.read_array_header_1_0(member)
+                else:
+                    header = np.lib.format.read_array_header_2_0(member)
+                (shape, _, dtype), offset = header, member.tell()
             nbytes = int(np.prod(shape, dtype=object)) * dtype.itemsize
             if dtype.hasobject or offset + nbytes != info.file_size:
-                raise CheckpointError(
-                    f"'{info.filename}' in '{path}' is not the array of shape {shape} "
-                    f"and dtype {dtype} that it claims to be."
+                raise ValueError(
+                    f"'{info.filename}' is not the array of shape {shape} and dtype "
+                    f"{dtype} that it claims to be"
                 )
             yield info.filename.removesuffix(".npy"), shape, dtype
-
-
-def _read_header(member):
-    version = np.lib.format.read_magic(member)
-    if version == (1, 0):
-        shape, _, dtype = np.lib.format.read_array_header_1_0(member)
-    else:
-        shape, _, dtype = np.lib.format.read_array_header_2_0(member)
-    return shape, dtype, member.tell()
 
 
 def _lazy(path, member, shape, dtype):
@@ -190,14 +181,6 @@ def _lazy(path, member, shape, dtype):
 @contextlib.contextmanager
 def _archive(path):
     """Open a zip archive, with its size and with errors that name it."""
-    try:
-        with open_file(path) as (file, size), zipfile.ZipFile(file) as archive:
+    with open_file(path, "an .npz file of arrays") as (file, size):
+        with zipfile.ZipFile(file) as archive:
             yield archive, size
-    except CheckpointError:
-        raise
-    # Zip, its compressions and NumPy's headers fail in a dozen ways.
-    except Exception as error:
-        raise CheckpointError(
-            f"'{path}' cannot be read as an .npz file of arrays: it is damaged, "
-            f"truncated, or something else. Reason: {type(error).__name__}: {error}"
-        ) from error

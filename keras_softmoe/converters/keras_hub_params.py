@@ -65,6 +65,7 @@ def _block(theirs, first_norm, second_norm, attention, mlp):
 
 _HEAD = (*_same("predictions", "head"), *_same("pre_logits", "pre_logits"))
 _NUMBERED = r"transformer_block_(\d+)"
+_FC = ("mlp/fc1", "mlp/fc2")
 _VIT = (
     *_same("patch_embedding", "embedding"),
     (_ANY + "class_token", "cls", token),
@@ -82,7 +83,6 @@ _DEIT = (
     *_norm("encoder/ln", "Encoder/encoder_norm"),
     *_HEAD,
 )
-_DINO_BLOCK = r"layers_(\d+)"
 _DINOV2 = (
     *_same("patch_embeddings/projection", "embedding"),
     (_ANY + "cls_token", "cls", token),
@@ -91,32 +91,16 @@ _DINOV2 = (
     # The table that is interpolated when weights are loaded, and the token for training
     # on masked images.
     (_ANY + r"(?:position_embeddings|mask_token)", None, same),
-    *_block(
-        _DINO_BLOCK, "norm1", "norm2", "attention/attention", ("mlp/fc1", "mlp/fc2")
-    ),
-    (
-        _ANY + _DINO_BLOCK + "/layer_scale1/lambda1",
-        _OURS + "LayerScale_0/scale",
-        same,
-    ),
-    (
-        _ANY + _DINO_BLOCK + "/layer_scale2/lambda1",
-        _OURS + "LayerScale_1/scale",
-        same,
-    ),
+    *_block(r"layers_(\d+)", "norm1", "norm2", "attention/attention", _FC),
+    (_ANY + r"layers_(\d+)/layer_scale1/lambda1", _OURS + "LayerScale_0/scale", same),
+    (_ANY + r"layers_(\d+)/layer_scale2/lambda1", _OURS + "LayerScale_1/scale", same),
     *_norm("layernorm", "Encoder/encoder_norm"),
 )
 _SIGLIP = (
     *_same("patch_embedding", "embedding"),
     (_ANY + "position_embedding/embeddings", "positions", token),
     (_ANY + "position_ids", None, same),
-    *_block(
-        r"encoder_block_(\d+)",
-        "layer_norm1",
-        "layer_norm2",
-        "self_attn",
-        ("mlp/fc1", "mlp/fc2"),
-    ),
+    *_block(r"encoder_block_(\d+)", "layer_norm1", "layer_norm2", "self_attn", _FC),
     *_norm("post_layer_norm", "Encoder/encoder_norm"),
     # It has no name of its own.
     (_ANY + r"head/variable(?:_\d+)?", "MapHead/probe", token),
@@ -140,18 +124,8 @@ _REFUSED = {
     "CLIPBackbone": "a normalization before the first block, and QuickGELU",
 }
 _ACTIVATIONS = {"gelu_approximate": "gelu_tanh", "gelu": "gelu"}
-# In float32 the difference of two as small ones is not visible in a variance.
+# In float32 the difference between smaller ones is not visible in a variance.
 _SMALL_EPSILON = 1e-5
-
-
-def backbone_of(model):
-    """Return the Vision Transformer in a KerasHub model, or another backbone.
-
-    Args:
-        model: backbone, image classifier or two-tower model of KerasHub.
-    """
-    backbone = getattr(model, "backbone", model)
-    return getattr(backbone, "vision_encoder", backbone)
 
 
 def read_keras_hub(model):
@@ -171,7 +145,8 @@ def read_keras_hub(model):
             variables that no rule names (a quantized or LoRA-adapted model, for
             example).
     """
-    backbone = backbone_of(model)
+    backbone = getattr(model, "backbone", model)
+    backbone = getattr(backbone, "vision_encoder", backbone)
     name = _class_name(backbone)
     rules, first_block, activation = SUPPORTED[name]
     if getattr(backbone, "use_swiglu_ffn", False):
@@ -182,10 +157,18 @@ def read_keras_hub(model):
             raise ValueError(
                 _needs(model, f"the activation {backbone.intermediate_activation!r}")
             )
-    owner = model if _is_classifier(model) else backbone
+    is_classifier = isinstance(model, keras_hub.models.ImageClassifier)
+    owner = model if is_classifier else backbone
     arrays = {variable.path: _lazy(variable) for variable in owner.weights}
     arrays = translate(arrays, rules, f"the {name}", backbone.num_heads)
-    arrays = {_renumbered(name, first_block): a for name, a in arrays.items()}
+
+    def renumber(match):
+        return f"encoderblock_{int(match[1]) - first_block}"
+
+    arrays = {
+        re.sub(r"encoderblock_(\d+)", renumber, name): array
+        for name, array in arrays.items()
+    }
     image_shape = _image_shape(backbone)
     patches = count_patches(image_shape, pair(backbone.patch_size))
     covered = sum(name in arrays for name in ("cls", "distillation_token"))
@@ -199,7 +182,7 @@ def read_keras_hub(model):
         settings["position_resampling"] = "bicubic_antialias"
     if hasattr(backbone, "layer_scale_init_value"):
         settings["layer_scale"] = backbone.layer_scale_init_value
-    if _is_classifier(model) and (model.pooling == "gap") == ("cls" in arrays):
+    if is_classifier and (model.pooling == "gap") == ("cls" in arrays):
         raise ValueError(
             _needs(
                 model,
@@ -233,17 +216,6 @@ def _needs(model, missing):
     )
 
 
-def _is_classifier(model):
-    return isinstance(model, keras_hub.models.ImageClassifier)
-
-
-def _renumbered(name, first_block):
-    def shift(match):
-        return f"encoderblock_{int(match[1]) - first_block}"
-
-    return re.sub(r"encoderblock_(\d+)", shift, name)
-
-
 def _lazy(variable):
     def read():
         value = ops.convert_to_numpy(variable.value)
@@ -269,7 +241,7 @@ def _image_shape(backbone):
 
 
 def _epsilon(model, backbone):
-    """Return the epsilon of most normalizations, if the others are as small."""
+    """Return the epsilon of most normalizations; others may differ if all are small."""
     epsilons = Counter(
         layer.epsilon
         for layer in flatten_layers(backbone)

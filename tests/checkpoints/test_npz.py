@@ -70,7 +70,7 @@ def test_bfloat16(tmp_path, params):
     path = save(tmp_path / "vit.npz", rounded)
     with np.load(path) as arrays:
         assert arrays["cls"].dtype == np.dtype("V2")
-    checkpoint = converters.read_checkpoint(f"file://{path}")
+    checkpoint = converters.read_checkpoint(path)
     for name, array in rounded.items():
         assert checkpoint.dtypes[name] == checkpoint[name].dtype == ml_dtypes.bfloat16
         assert checkpoint[name].tobytes() == array.tobytes()

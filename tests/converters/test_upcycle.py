@@ -1,14 +1,11 @@
-"""A dense model's MLPs, copied into experts.
-
-Covers `converters/upcycling_starts.py`.
-"""
+"""A dense model's MLPs, copied into experts."""
 
 import keras
 import numpy as np
 import pytest
 
 from keras_softmoe import converters, models, routers
-from keras_softmoe.converters.token_statistics import truncated_kernel
+from keras_softmoe.converters.upcycling_starts import truncated_kernel
 from tests.support import tiny, tiny_limoe
 from tests.support.close import assert_near
 from tests.support.references import to_numpy

@@ -18,10 +18,10 @@ from keras_softmoe.models.configuration import (
 from keras_softmoe.models.mutable_routing import MutableRouting, recompile_on_change
 from keras_softmoe.models.with_experts.copies import (
     configuration_of,
+    describe_layers,
     quantization_of,
     quantize_as,
 )
-from keras_softmoe.models.with_experts.layers_of_models import describe_layers
 from keras_softmoe.models.with_experts.mlp_sites import (
     check_blocks,
     check_routers,

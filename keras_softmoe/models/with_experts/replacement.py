@@ -1,4 +1,4 @@
-"""Mixtures of experts in the places of MLPs of a model, and its graph with them."""
+"""Replacement of MLPs by mixtures of experts, in layers and in the graph of a model."""
 
 import contextlib
 from types import SimpleNamespace

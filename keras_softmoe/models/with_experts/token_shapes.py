@@ -1,4 +1,6 @@
-"""Inputs and shapes of models of somebody else."""
+"""Inputs of models of other libraries, and shapes of tokens inside them."""
+
+import functools
 
 import keras
 from keras import ops
@@ -32,15 +34,12 @@ def check_sites(model, sites):
     """
     calls = {id(part): [] for site in sites for part in site.parts}
 
-    def noting(calls):
-        def around(call, *args, **kwargs):
-            outputs = call(*args, **kwargs)
-            calls.append((args, kwargs, outputs))
-            return outputs
+    def note(key, call, *args, **kwargs):
+        outputs = call(*args, **kwargs)
+        calls[key].append((args, kwargs, outputs))
+        return outputs
 
-        return around
-
-    around = {key: noting(calls[key]) for key in calls}
+    around = {key: functools.partial(note, key) for key in calls}
     call_symbolically(model, example_inputs(model), around)
     for site in sites:
         flows = [calls[id(part)] for part in site.parts]
@@ -88,7 +87,7 @@ def _check_flow(site, flow):
             refuse(
                 f"But {path!r} does not get the outputs of the part before it.",
                 "Name the layers between them, too; an activation in the code of a "
-                "block has no name, so take a layer around it.",
+                "block has no name, so name a layer around it.",
             )
         before = outputs
     shapes = [
@@ -115,14 +114,14 @@ def token_shapes(model, sites):
     """
     shapes = {}
 
-    def noting(block):
-        def around(call, inputs, *args, **kwargs):
-            shapes[block] = (None, *inputs.shape[1:])
-            return call(inputs, *args, **kwargs)
+    def note(block, call, inputs, *args, **kwargs):
+        shapes[block] = (None, *inputs.shape[1:])
+        return call(inputs, *args, **kwargs)
 
-        return around
-
-    around = {id(site.parts[0]): noting(block) for block, site in sites.items()}
+    around = {
+        id(site.parts[0]): functools.partial(note, block)
+        for block, site in sites.items()
+    }
     call_symbolically(model, example_inputs(model), around)
     never = [block for block in sites if block not in shapes]
     if never:
@@ -137,8 +136,9 @@ def example_inputs(model, batch_size=1):
     """Return the inputs of a model as Keras tensors of known sizes."""
     tokens = getattr(model, "max_sequence_length", None) or _TOKENS
 
-    def known(x):
-        sizes = (tokens if size is None else size for size in x.shape[1:])
-        return keras.KerasTensor((batch_size, *sizes), dtype=x.dtype)
-
-    return keras.tree.map_structure(known, ends(model)[0])
+    return keras.tree.map_structure(
+        lambda x: keras.KerasTensor(
+            (batch_size, *(tokens if n is None else n for n in x.shape[1:])), x.dtype
+        ),
+        ends(model)[0],
+    )
