@@ -28,12 +28,8 @@ def read_checkpoint(source: str | os.PathLike) -> Checkpoint:
     | `.npz` | original Vision Transformer, AugReg, big_vision | V-MoE's |
     | `.safetensors` | any | those in the file |
 
-    Of an `.npz` file of two towers (SigLIP) the image tower is read, and blocks may be
-    stacked or not. With V-MoE's names, `load_vmoe_params` and `convert_vmoe_checkpoint`
-    accept the result.
-
-    Files may be untrusted. They are checked before anything is returned, never
-    unpickled, and refer to no other files.
+    `load_vmoe_params` and `convert_vmoe_checkpoint` accept V-MoE's names. Files may be
+    untrusted: they are checked before anything is returned, and never unpickled.
 
     Args:
         source: str or path, or a URL (`https://...`, or `gs://bucket/name` of a public
@@ -41,8 +37,8 @@ def read_checkpoint(source: str | os.PathLike) -> Checkpoint:
 
     Returns:
         `Mapping` from name to NumPy array, with the attributes `shapes` and `dtypes`
-        (dicts by name, known without reading the arrays). Nothing is cached: a second
-        access reads again. Arrays of bfloat16 have the dtype `ml_dtypes.bfloat16`.
+        (dicts by name, known without reading the arrays). Nothing is cached. Arrays of
+        bfloat16 have the dtype `ml_dtypes.bfloat16`.
 
     Raises:
         CheckpointError: (a `ValueError`) if a file is missing, damaged, cannot be
@@ -102,14 +98,7 @@ def read_parameters(source, num_heads=None, image_shape=None, head=True):
 
 
 def read_text_beside(path, name):
-    """Read a JSON file in the directory of another file, a dict.
-
-    Args:
-        path: str, the other file.
-        name: str, of the JSON file.
-
-    Returns:
-        dict, empty if the file does not exist.
+    """Return the dict in a JSON file beside another file, empty without such a file.
 
     Raises:
         CheckpointError: if it is damaged.
@@ -126,6 +115,6 @@ def read_text_beside(path, name):
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"The file '{file}', which describes the model beside it, cannot be read: "
-            f"{str(error)[:80]}. Fetch it again, or move the weights elsewhere."
+            f"{str(error)[:80]}."
         ) from error
     return found

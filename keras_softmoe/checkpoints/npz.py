@@ -27,7 +27,9 @@ _MAX_SMALL = 1 << 26
 # Original name (a pattern) -> V-MoE's. The children of a block are numbered by kind in
 # newer files (LayerNorm_0 and 1) and jointly in older ones (LayerNorm_0 and 2).
 _BLOCK = r"Transformer/(encoderblock_\d+)"
-_POOLING = "MapHead/MultiHeadDotProductAttention"
+_HEADS = r"/((?:query|key|value|out)/(?:kernel|bias))"
+_DENSE = r"/(Dense_[01]/(?:kernel|bias))"
+_NORM = r"/(scale|bias)"
 _RULES = tuple(
     (*rule, same)
     for rule in (
@@ -35,29 +37,21 @@ _RULES = tuple(
         (r"Transformer/(posembed_input/pos_embedding)", r"Encoder/\1"),
         # Of big_vision, without a position for the class token
         (r"pos_embedding", POSITIONS),
-        (r"Transformer/(encoder_norm/(?:scale|bias))", r"Encoder/\1"),
-        (_BLOCK + r"/LayerNorm_0/(scale|bias)", r"Encoder/\1/LayerNorm_0/\2"),
-        (_BLOCK + r"/LayerNorm_[12]/(scale|bias)", r"Encoder/\1/LayerNorm_1/\2"),
+        (r"Transformer/encoder_norm" + _NORM, r"Encoder/encoder_norm/\1"),
+        (_BLOCK + "/LayerNorm_0" + _NORM, r"Encoder/\1/LayerNorm_0/\2"),
+        (_BLOCK + "/LayerNorm_[12]" + _NORM, r"Encoder/\1/LayerNorm_1/\2"),
         (
-            _BLOCK + r"/MultiHeadDotProductAttention_[01]"
-            r"/((?:query|key|value|out)/(?:kernel|bias))",
+            _BLOCK + "/MultiHeadDotProductAttention_[01]" + _HEADS,
             r"Encoder/\1/SelfAttention/\2",
         ),
-        (
-            _BLOCK + r"/MlpBlock_[03]/(Dense_[01]/(?:kernel|bias))",
-            r"Encoder/\1/Mlp/\2",
-        ),
+        (_BLOCK + "/MlpBlock_[03]" + _DENSE, r"Encoder/\1/Mlp/\2"),
         (r"MAPHead_0/probe", r"MapHead/probe"),
         (
-            r"MAPHead_0/MultiHeadDotProductAttention_0"
-            r"/((?:query|key|value|out)/(?:kernel|bias))",
-            _POOLING + r"/\1",
+            "MAPHead_0/MultiHeadDotProductAttention_0" + _HEADS,
+            r"MapHead/MultiHeadDotProductAttention/\1",
         ),
-        (r"MAPHead_0/LayerNorm_0/(scale|bias)", r"MapHead/LayerNorm/\1"),
-        (
-            r"MAPHead_0/MlpBlock_0/(Dense_[01]/(?:kernel|bias))",
-            r"MapHead/Mlp/\1",
-        ),
+        ("MAPHead_0/LayerNorm_0" + _NORM, r"MapHead/LayerNorm/\1"),
+        ("MAPHead_0/MlpBlock_0" + _DENSE, r"MapHead/Mlp/\1"),
     )
 )
 # Blocks stacked by the `scan` of big_vision
@@ -69,9 +63,8 @@ def read_vit_checkpoint(path):
     """Open an `.npz` file under V-MoE's names, see `read_checkpoint`.
 
     Supported are files of the original repository and of AugReg, in both numberings of
-    the blocks' children, and of big_vision: below `params/`, blocks stacked or not,
-    with attention pooling or a class token; the image tower of two (SigLIP). Other
-    arrays than the parameters of a plain Vision Transformer are an error.
+    the blocks' children, and of big_vision: blocks stacked or not, the image tower of
+    two (SigLIP). Arrays of other models are an error.
 
     Source: Dosovitskiy et al. 2021, released code, and big_vision's (names of the
     parameters).
@@ -101,8 +94,8 @@ def _unstacked(arrays, where):
     counts = {array.shape[:1] for array in stacked.values()}
     if len(counts) > 1 or counts & {(), (0,)}:
         raise CheckpointError(
-            f"The stacked blocks of {where} are not equally many. Received: first axes "
-            f"{sorted(counts)}."
+            f"The stacked arrays of {where} must have one number of blocks. Received: "
+            f"first axes {sorted(counts)}."
         )
     unstacked = {name: a for name, a in arrays.items() if name not in stacked}
     for (count,) in counts:

@@ -50,19 +50,13 @@ _DTYPES = {
 
 
 class _Entry(NamedTuple):
-    """Entry of the index for one array.
+    """Entry of the index for one array."""
 
-    Attributes:
-        name: str, the path in the tree, joined by slashes.
-        shape: tuple of int.
-        dtype: `np.dtype`.
-        shards: dict from the box of a slice, a tuple of `(start, stop)` for each axis,
-            to the number of its data file.
-    """
-
+    # Path in the tree, joined by slashes
     name: str
     shape: tuple
     dtype: np.dtype
+    # Box of a slice, a tuple of `(start, stop)` for each axis -> number of a data file
     shards: dict
 
 
@@ -115,17 +109,9 @@ def data_path(prefix, shard, shard_count):
 
 
 def read_index(prefix):
-    """Read and check `PREFIX.index`.
+    """Return the entries of `PREFIX.index`, and the number of data files.
 
-    Args:
-        prefix: str.
-
-    Returns:
-        list of `_Entry`, in the order in which data files number the arrays, and the
-        number of data files.
-
-    Raises:
-        CheckpointError: if the file is missing, damaged, or over the limits above.
+    The entries are in the order in which data files number the arrays.
     """
     with _open(f"{prefix}.index") as (file, size):
         if size > MAX_INDEX_BYTES:

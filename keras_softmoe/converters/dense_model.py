@@ -1,8 +1,7 @@
 """Dense Vision Transformers of this library from models and files of others.
 
-Files and models of other libraries are first read as a `Checkpoint` under V-MoE's names
-(`checkpoints/`, `keras_hub_params.py`). These functions find the kind of a source and
-make the model.
+Files and models are first read as a `Checkpoint` under V-MoE's names (`checkpoints/`,
+`keras_hub_params.py`).
 """
 
 import difflib
@@ -39,9 +38,10 @@ from keras_softmoe.models.image_preprocessor import (
 from keras_softmoe.models.vit import ViTMoEBackbone
 from keras_softmoe.models.vmoe_params import load_vmoe_params
 
-# Sources of a dense Vision Transformer, see `dense_model`.
+# Sources of a dense Vision Transformer, see `dense_model`
 Source: TypeAlias = str | os.PathLike | Checkpoint | keras.Model
 
+_PATH = str | os.PathLike
 _WEIGHTS = "model.safetensors"
 _HUGGING_FACE = "hf://"
 # Settings of our converter that another one determines.
@@ -139,7 +139,7 @@ def image_preprocessor(
 
 
 def _converted(source, image_shape, head, changes):
-    """Make a model of this library from a source of another one."""
+    """Create a model of this library from a source of another one."""
     changes, activation = dict(changes), None
     if isinstance(source, Checkpoint):
         checkpoint = source
@@ -176,7 +176,7 @@ def _converted(source, image_shape, head, changes):
 
 
 def _at_resolution(model, image_shape):
-    """Make the same model for images of another shape."""
+    """Return a copy of a model for images of another shape."""
     backbone = getattr(model, "backbone", model)
     new = new_backbone = type(backbone).from_config(
         {**backbone.get_config(), "image_shape": image_shape}
@@ -218,15 +218,12 @@ def own_model(source):
 
 
 def find_file(source):
-    """Return the path of the file of weights of a source, or `None`.
-
-    Args:
-        source: str or path, or a model, which has none.
+    """Return the path of the file of weights of a source, `None` if it has none.
 
     Raises:
         ValueError: if it is a file or a directory of another kind.
     """
-    if not _is_path(source):
+    if not isinstance(source, _PATH):
         return None
     source = _downloaded(os.fspath(source))
     path = Path(source)
@@ -249,24 +246,28 @@ def find_file(source):
 
 
 def from_keras_hub(source):
-    """Return a model of KerasHub.
-
-    Args:
-        source: such a model, or the name, directory or handle of a preset.
+    """Return a model of KerasHub, given or named by a preset.
 
     Raises:
         ValueError: if there is no such preset, or it cannot be loaded.
     """
     if isinstance(source, keras.layers.Layer):
         return source
-    if not _is_path(source):
+    if not isinstance(source, _PATH):
         raise ValueError(
             "`source` must be a model, a name or a path. Received: source="
             f"{type(source).__name__}."
         )
     name = os.fspath(source)
-    if not (catalogue.is_handle(name) or Path(name).is_dir()):
-        _check_preset_name(name)
+    classes = (*SUPPORTED, "SigLIPBackbone")
+    known = [n for cls in classes for n in getattr(keras_hub.models, cls).presets]
+    if name not in known and not catalogue.is_handle(name) and not Path(name).is_dir():
+        near = difflib.get_close_matches(name, [*known, *catalogue.names()], n=3)
+        hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+        raise ValueError(
+            "`source` must be a preset of this library or of KerasHub, or a path that "
+            f"exists. Received: source={name!r}.{hint}"
+        )
     try:
         try:
             return keras_hub.models.ImageClassifier.from_preset(name)
@@ -283,7 +284,7 @@ def from_keras_hub(source):
 
 def converter_settings(source):
     """Return the arguments of a `ViTMoEImageConverter` for the images of a source."""
-    if _is_path(source):
+    if isinstance(source, _PATH):
         if _is_own_preset(source):
             converter = ViTMoEImageConverter.from_preset(str(source))
         elif (path := find_file(source)) is not None:
@@ -323,13 +324,9 @@ def _settings_beside(path):
         ) from error
 
 
-def _is_path(source):
-    return isinstance(source, str | os.PathLike)
-
-
 def _is_own_preset(source):
     """Return whether a source is the name or directory of our preset."""
-    if not _is_path(source) or catalogue.is_handle(source):
+    if not isinstance(source, _PATH) or catalogue.is_handle(source):
         return False
     if _registered_name(str(source)).startswith("keras_softmoe>"):
         return True
@@ -364,17 +361,3 @@ def _downloaded(source):
             f"{type(error).__name__}: {error}"
         ) from error
     return source
-
-
-def _check_preset_name(name):
-    """Raise unless a name is that of a supported preset of KerasHub."""
-    classes = (*SUPPORTED, "SigLIPBackbone")
-    known = [n for cls in classes for n in getattr(keras_hub.models, cls).presets]
-    if name in known:
-        return
-    near = difflib.get_close_matches(name, [*known, *catalogue.names()], n=3)
-    raise ValueError(
-        f"There is no such source. Received: source={name!r}, which is neither a "
-        "preset of this library or of KerasHub, nor a path that exists. "
-        + (f"Did you mean {' or '.join(map(repr, near))}?" if near else "")
-    )

@@ -8,9 +8,8 @@ from keras_softmoe.checks import check_whole_numbers, quote
 from keras_softmoe.keras_adapter.surgery import renew_parameters, sublayers
 from keras_softmoe.layers import Experts
 from keras_softmoe.models.backbone import MoEBackbone
-from keras_softmoe.models.with_experts.copies import task_with
+from keras_softmoe.models.with_experts.copies import describe_layers, task_with
 from keras_softmoe.models.with_experts.experts_from_mlps import Chain, plain_mlp
-from keras_softmoe.models.with_experts.layers_of_models import describe_layers
 from keras_softmoe.models.with_experts.mlp_sites import find_sites, sites_at
 from keras_softmoe.models.with_experts.model import ModelWithExperts
 from keras_softmoe.ops import DenseRouting, to_dense
@@ -71,19 +70,12 @@ def to_dense_model(
         dense = _dense_of_any(backbone, shares)
     else:
         dense = _dense_of_ours(backbone, shares)
-    difference = None
+    note, difference = "plain means of their experts. Pass `data` to weight them.", None
     if data is not None:
         difference = _difference(backbone, dense, data, batch_size)
+        note = f"features differ by {100 * difference:.3g} % (of their norm)."
     if verbose:
-        print(
-            f"{len(mixtures)} mixtures of {backbone.name!r} became MLPs: "
-            + (
-                "plain means of their experts. Pass `data` to weight them, and to see "
-                "the difference."
-                if difference is None
-                else f"features differ by {100 * difference:.3g} % (of their norm)."
-            )
-        )
+        print(f"{len(mixtures)} mixtures of {backbone.name!r} became MLPs: {note}")
     if backbone is not model:
         dense = task_with(model, dense)
     renew_parameters(dense)

@@ -21,14 +21,7 @@ _RIDGE = 1e-6
 
 
 def check_start(start, router, images, confidence):
-    """Raise unless a router supports a start, before any work.
-
-    Args:
-        start: `"clusters"` or `"positions"`.
-        router: a `Router`, the template.
-        images: as in `upcycle`.
-        confidence: float.
-    """
+    """Raise unless a router supports a start from images."""
     if images is None:
         raise ValueError(
             f"start={start!r} needs some hundred images. Received: images=None."
@@ -53,15 +46,12 @@ def check_start(start, router, images, confidence):
 
 
 def tokens_for_mlps(backbone, layers, images):
-    """Return the inputs of the MLPs of some blocks of a dense model.
+    """Return the inputs of the MLPs of some blocks, `(B, S, D)` float32 arrays.
 
     Args:
         backbone: dense `ViTMoEBackbone`.
         layers: sequence of int, the blocks.
         images: `(B, height, width, channels)` array, as the backbone takes them.
-
-    Returns:
-        dict from block to `(B, S, D)` float32 array.
     """
     blocks = {layer: backbone.blocks[layer] for layer in layers}
     tokens = {str(i): _BeforeMLP(block)(block.input) for i, block in blocks.items()}
@@ -70,13 +60,7 @@ def tokens_for_mlps(backbone, layers, images):
 
 
 def prepare_images(dense, backbone, images):
-    """Return images as a dense backbone takes them, an array.
-
-    Args:
-        dense: the backbone, or a task, whose preprocessor is applied.
-        backbone: the backbone.
-        images: as in `upcycle`.
-    """
+    """Return images as a dense backbone takes them, prepared like those of a task."""
     preprocessor = getattr(dense, "preprocessor", None)
     if preprocessor is not None:
         images = preprocessor(images)
@@ -166,15 +150,7 @@ def start_from_positions(moe, tokens, confidence):
 
 
 def _set_router(router, directions, tokens, confidence, rows=slice(None)):
-    """Set the directions of a router, scaled to a mean confidence.
-
-    Args:
-        router: built router.
-        directions: `(K, D)` array of unit vectors.
-        tokens: `(N, D)` array.
-        confidence: float.
-        rows: index of the directions, one for each of the router's.
-    """
+    """Set the directions of a router to those of some rows, scaled to a confidence."""
     tokens = tokens[:: max(len(tokens) // _SCALING_TOKENS, 1)]
     if router.normalizes_tokens:
         tokens = unit(tokens)
@@ -229,23 +205,20 @@ def spherical_kmeans(tokens, num_clusters, rng):
 def truncated_kernel(kernel, inputs, energy):
     """Return the kernel of lowest rank that keeps most of its outputs for some inputs.
 
-    Of all matrices of a rank, `kernel @ V @ V.T` changes `inputs @ kernel` least (in
-    the sum of squares), where the columns of `V` are the first right singular vectors
-    of that product: Eckart and Young. The rank is the lowest at which the sum of
-    squares that is left is at least `energy` of the whole.
-
     Args:
         kernel: `(D, H)` float array.
         inputs: `(N, D)` float array.
-        energy: float in (0, 1]. With 1 the kernel is returned as it is.
+        energy: float in (0, 1], the share of the outputs' sum of squares to keep.
 
     Returns:
         `(D, H)` array.
     """
     if energy == 1 or not len(inputs):
         return kernel
-    # With Q of length-preserving columns, `Q @ root` are the inputs: `root` has their
-    # singular values and right singular vectors, in at most D rows.
+    # Of all matrices of a rank, `kernel @ V @ V.T` changes `inputs @ kernel` least,
+    # where the columns of V are the first right singular vectors of that product
+    # (Eckart and Young).
+    # The triangular factor has the singular values of the inputs in at most D rows.
     root = np.linalg.qr(inputs, mode="r")
     _, values, directions = np.linalg.svd(root @ kernel, full_matrices=False)
     kept = np.cumsum(np.square(values, dtype="float64"))
@@ -255,17 +228,14 @@ def truncated_kernel(kernel, inputs, energy):
 
 
 def position_directions(tokens, num_groups):
-    """Return directions that separate tokens by position.
+    """Return directions that separate tokens by position, `(num_groups, D)`.
 
-    Positions are cut into groups of neighbours. The direction of a group is that of its
-    column in the ridge regression of "is this token of that group" on the tokens.
+    Positions are divided into groups of neighbours. The direction of a group is that of
+    its column in the ridge regression of the token's group on the token.
 
     Args:
         tokens: `(B, S, D)` float array.
         num_groups: int, at most `S`.
-
-    Returns:
-        `(num_groups, D)` array of vectors of length one.
     """
     _, num_tokens, width = tokens.shape
     groups = np.arange(num_tokens) * num_groups // num_tokens
@@ -284,11 +254,8 @@ def scale_for(logits, confidence):
 
     Args:
         logits: `(N, K)` float array.
-        confidence: float, the wanted mean of the largest probabilities.
-
-    Returns:
-        float. With ties the mean may stay below `confidence` at any factor; it is large
-        then.
+        confidence: float, the mean of the largest probabilities. With ties it may be
+            out of reach; the factor is large then.
     """
     margins = logits - logits.max(axis=-1, keepdims=True)
     spread = float(-margins.mean()) or 1.0
@@ -305,6 +272,7 @@ def scale_for(logits, confidence):
 
 
 def _first_centroids(points, count, rng):
+    """Return distinct points, each drawn by its distance from those before it."""
     chosen = [int(rng.integers(len(points)))]
     # Squared distances on the sphere are 2 - 2 cosines.
     distances = np.full(len(points), np.inf)
