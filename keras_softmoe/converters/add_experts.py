@@ -41,50 +41,41 @@ def add_experts(
 ) -> keras.Model:
     """Replace MLPs of an existing model with experts initialized from them.
 
-    The MLPs of some blocks become `layers.MoE` with new routers; all else is copied.
-    The model that is passed in is not changed. With room for all choices and gates that
-    sum to one (`capacity_factor=None, normalize_gates=True`) the new model starts with
-    the same outputs; see `upcycle` for other routers.
+    All else is copied, and the model that is passed in is not changed. The outputs stay
+    the same with `capacity_factor=None, normalize_gates=True` of a token choice router.
 
-    Supported are these families of KerasHub, alone or as the backbone of a task: ViT,
-    DeiT, DINOv2, DINOv3, SigLIP, CLIP, MetaCLIP 2, Swin, MiT, VideoPrism, ViTDet (SAM),
-    BERT and others made of `TransformerEncoder` or `TransformerDecoder`. In other
-    models `sites` names the MLPs. An MLP of dense layers with biases and an activation
-    of Keras becomes a bank of experts, which supports LoRA and int8; any other is the
-    template of the experts (`layers.MoE(router, expert=...)`).
+    Families of KerasHub, alone or in a task: ViT, DeiT, DINOv2, DINOv3, SigLIP, CLIP,
+    MetaCLIP 2, Swin, MiT, VideoPrism, ViTDet (SAM), BERT and others made of
+    `TransformerEncoder` or `TransformerDecoder`. An MLP of dense layers with biases and
+    an activation of Keras becomes a bank of experts, which supports LoRA and int8; any
+    other is the template of the experts (`layers.MoE(router, expert=...)`).
 
     Args:
         model: built `keras.Model` that can be created from its configuration: a
             backbone or task of KerasHub, a functional model, or a registered one.
-        blocks: sequence of int, the MLPs that get experts, counted from 0 in the order
-            of the model.
-        router: a router from `keras_softmoe.routers`, a template; or a list of them,
-            one for each of those blocks.
+        blocks: sequence of int, the MLPs that get experts, counted from 0.
+        router: a router, a template; or a list with one for each of those blocks.
         sites: the MLPs of a model of another family. A predicate, called with each
             layer; or a sequence with names of layers (`"mlp"`), or paths with `*`
-            (`"encoder/block_*/mlp"`). An MLP whose parts are in several attributes of a
-            block is a tuple of them, in the order of their application.
+            (`"encoder/block_*/mlp"`). The parts of an MLP that a block applies one
+            after the other are a tuple.
         start: `"copies"`; or `"shared"`, where the MLP is kept as a shared expert and
-            the output layers of the others are zero, so that the outputs are the same
-            with any router. For MLPs that become a bank.
-        verbose: 0 or 1, whether to print the MLPs with experts, and whether the router
-            changes the outputs.
-        **moe_settings: other arguments of `layers.MoE`, such as `group_images`. Only
-            `by_image` is true by default for MLPs that compute a token from others.
+            the others begin with output zero, so that the outputs stay the same with
+            any router. For MLPs that become a bank.
+        verbose: 0 or 1, whether to print the blocks with experts, and whether the
+            router changes the outputs.
+        **moe_settings: other arguments of `layers.MoE`. `by_image` is true by default
+            for MLPs that compute a token from others (MiT's).
 
     Returns:
-        A `keras_hub.models.Backbone` with the inputs and outputs of the model, and
-        `moe_blocks`, `num_blocks`, `routers` and `set_routing`; for a backbone of
-        KerasHub a subclass of its class. For a task, one of its class on such a
-        backbone. All are saved and loaded like other models.
+        A `keras_hub.models.Backbone` (for a backbone of KerasHub: of a subclass) with
+        `moe_blocks`, `num_blocks`, `routers` and `set_routing`. For a task, one of its
+        class on such a backbone.
 
     Raises:
         ValueError: if no MLP is found (the message lists candidates), a block does not
             exist or has experts already, the router does not fit, routing would look at
             later tokens in a causal decoder, or the model cannot be copied.
-
-    Blocks of KerasHub do not pass their mask to the MLP, so padding is routed like
-    text.
 
     Source: Komatsuzaki et al. 2023 (Sparse Upcycling), section 3.
 

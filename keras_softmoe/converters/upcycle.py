@@ -47,35 +47,29 @@ def upcycle(
 ) -> keras.Model:
     """Convert a dense model into a mixture of experts initialized from its weights.
 
-    Each expert of a block in `moe_layers` begins as a copy of that block's MLP; all
-    other weights are copied. The outputs are those of the dense model with
-    `start="shared"`, with `IdentityRouter`, with token choice whose gates sum to one
-    and which drops nothing (`capacity_factor=None, normalize_gates=True`), and with
-    expert choice of `capacity_factor=num_experts`; otherwise training restores them.
+    Each expert of a block begins as a copy of the block's MLP; all other weights are
+    copied. The outputs stay the same with `start="shared"`, with `IdentityRouter`, with
+    token choice of `capacity_factor=None, normalize_gates=True`, and with expert choice
+    of `capacity_factor=num_experts`.
 
     Args:
         dense: a `ViTMoEBackbone` without experts, or an image classifier on one, which
             is not changed. Or another source of `dense_model`.
         moe_layers: tuple of int, the blocks (counted from 0) that get experts.
-        router: a router from `keras_softmoe.routers`, a template; or a list of them,
-            one for each of those blocks.
-        start: `"copies"`, equal experts and random routers. `"shared"`: the MLP is kept
-            as a shared expert, and the output layers of the others are zero.
-            `"clusters"`: each expert (for a soft router: slot) gets the tokens of one
-            cluster of the MLP's inputs for `images`, and kernels of low rank for these.
-            `"positions"`: each slot of a soft router gets the token of one position.
-        split: int, the experts into which an MLP is divided (fine-grained experts), for
-            `"copies"` and `"shared"`. It must divide the MLP's width, the number of
-            experts and, for equal outputs, `num_selected_experts`.
+        router: a router, a template; or a list with one for each of those blocks.
+        start: `"copies"`; `"shared"`, the MLP as a shared expert and others with output
+            zero; `"clusters"`, routers and low-rank experts from clusters of the MLP's
+            inputs; `"positions"`, slots of a soft router from positions of tokens.
+        split: int, the fine-grained experts into which an MLP is divided, for
+            `"copies"` and `"shared"`. It divides the MLP's width and `num_experts`.
         images: `(B, height, width, channels)` array of some hundred images, for the
-            last two starts: pixels from 0 to 255 for a classifier, and as the backbone
-            takes them for a backbone.
-        noise_std: float, standard deviation of normal noise on the kernels of the
-            experts, in units of that of each kernel itself.
+            last two starts: pixels from 0 to 255 for a classifier.
+        noise_std: float, normal noise on the kernels of the experts, in units of the
+            standard deviation of each kernel.
         energy: float in (0, 1], for `"clusters"`: the share of the squares of its
-            outputs that a kernel of low rank keeps. With 1 the experts stay copies.
+            outputs that a low-rank kernel keeps.
         confidence: float under 1, for the last two starts: the mean probability of a
-            token's first choice, to which the router's weights are scaled.
+            token's first choice, which sets the scale of the router's weights.
         seed: int, of noise and clusters.
         **moe_settings: other arguments of `layers.MoE`.
 
@@ -83,22 +77,17 @@ def upcycle(
         A model of the same class.
 
     Raises:
-        ValueError: if `dense` has experts already, the router does not fit, images are
-            missing, too few or not needed, or another argument is not accepted.
+        ValueError: if `dense` has experts already, the router does not fit, or images
+            are missing, too few or not needed.
 
     Source: Komatsuzaki et al. 2023 (Sparse Upcycling), section 3; clusters: Chu et al.
-    2026 (Cluster-aware Upcycling, arXiv 2604.13508), abstract, without its distillation
-    loss; `split`: He et al. 2024 (arXiv 2410.07524), "virtual groups".
+    2026 (arXiv 2604.13508), abstract; `split`: He et al. 2024 (arXiv 2410.07524).
 
     Examples:
         >>> router = ksm.routers.SoftmaxTokenChoiceRouter(
         ...     4, num_selected_experts=2, capacity_factor=4.0, normalize_gates=True
         ... )
         >>> sparse = ksm.converters.upcycle(classifier, (1, 3), router)
-        >>> images, *_ = ksm.datasets.sample("glyphs", 8)
-        >>> clustered = ksm.converters.upcycle(
-        ...     classifier, (1, 3), router, start="clusters", images=images
-        ... )
     """
     accepted = {n: x for n, x in Mixture.names().items() if n != "shared_mlp_dim"}
     check_names("`upcycle`", moe_settings, accepted)
@@ -204,7 +193,7 @@ def _check_split(split, mlp_dim, router, start):
 
 
 def _copy(dense, sparse, split, start):
-    """Copy weights to the new model, those of an MLP to each of its experts."""
+    """Copy all weights to the new model, an MLP's to each of its experts."""
     sources = named_variables(dense)
     for name, variable in named_variables(sparse, with_routers=False).items():
         source = sources[re.sub("/Moe/(Mlp|Shared)/", "/Mlp/", name)]

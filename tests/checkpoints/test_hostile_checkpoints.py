@@ -20,12 +20,13 @@ def test_files_are_good_before_they_are_spoiled(tmp_path):
     assert set(checkpoints.read_checkpoint(tmp_path / "ckpt")) == set(ARRAYS)
 
 
-@pytest.mark.parametrize("spoil", SPOILERS, ids=lambda spoil: spoil.__name__)
-def test_refused(tmp_path, spoil):
+@pytest.mark.parametrize("name", SPOILERS)
+def test_refused(tmp_path, name):
     files = Files()
+    spoil, message = SPOILERS[name]
     spoil(files)
     files.write(tmp_path / "ckpt")
-    with pytest.raises(checkpoints.CheckpointError, match=SPOILERS[spoil]):
+    with pytest.raises(checkpoints.CheckpointError, match=message):
         checkpoints.read_checkpoint(tmp_path / "ckpt")
 
 
@@ -66,7 +67,8 @@ def test_keys_that_come_twice(tmp_path):
         content = contents[name].replace(old, new)
         assert content != contents[name]
         (tmp_path / f"ckpt{name}").write_bytes(content)
-        with pytest.raises(checkpoints.CheckpointError, match="comes twice"):
+        message = "comes twice" if name == ".index" else "piece of 'head' is no flat"
+        with pytest.raises(checkpoints.CheckpointError, match=message):
             checkpoints.read_checkpoint(tmp_path / "ckpt")
     # At the root
     index = b"\x84" + contents[".index"][1:] + b"\xabshard_count\x01"

@@ -14,7 +14,7 @@ import pytest
 from keras import ops
 
 from experiments import family_table
-from keras_softmoe import analysis, converters, evaluation, layers, models, routers
+from keras_softmoe import analysis, converters, evaluation, layers, routers
 from keras_softmoe.keras_adapter.surgery import sublayers
 from tests.support import close, families, tiny
 from tests.support.close import assert_near
@@ -423,10 +423,6 @@ def test_causal_decoder(router, looks_ahead):
     else:
         sparse = converters.add_experts(gpt2, (1,), router, verbose=0)
         assert sparse.moe_blocks == (1,)
-
-
-def test_the_docstring_names_models():
-    assert models.ViTMoEBackbone.__name__ in converters.add_experts.__doc__
 
 
 # === What can be a site ===
