@@ -17,7 +17,7 @@ from pathlib import Path
 
 import keras
 
-from keras_softmoe.checkpoints.checkpoint import CheckpointError
+from keras_softmoe.checkpoints.checkpoint import CheckpointError, open_file
 from keras_softmoe.checkpoints.vmoe import data_path, read_index
 from keras_softmoe.files import atomic_file
 
@@ -56,17 +56,18 @@ def local_copy(prefix):
     home = os.environ.get("KERAS_HOME") or Path("~", ".keras").expanduser()
     name = hashlib.sha256(prefix.encode()).hexdigest()[:16]
     folder = Path(home, "keras_softmoe", "checkpoints", name)
-    return download_checkpoint(prefix, folder)
+    return download_checkpoint(prefix, folder, keep=True)
 
 
-def download_checkpoint(prefix, folder, verbose=1):
-    """Copy the files of a checkpoint into a folder, except those that are there.
+def download_checkpoint(prefix, folder, verbose=1, keep=False):
+    """Copy the files of a checkpoint into a folder.
 
     Args:
         prefix: str, the common part of the files, for example `gs://bucket/name`, or a
             single `.npz` or `.safetensors` file. Public buckets are read over HTTPS.
         folder: str or path of a directory.
         verbose: 0 or 1, whether to show progress bars.
+        keep: bool, whether files that are there already are kept.
 
     Returns:
         str, the prefix of the copies.
@@ -77,31 +78,30 @@ def download_checkpoint(prefix, folder, verbose=1):
     """
     copy = str(Path(folder, prefix.rpartition("/")[2]))
     if is_one_file(prefix):
-        _copy(prefix, copy, verbose)
+        _copy(prefix, copy, verbose, keep)
         return copy
-    _copy(f"{prefix}.index", f"{copy}.index", verbose=0)
+    _copy(f"{prefix}.index", f"{copy}.index", 0, keep)
     _, shard_count = read_index(copy)
     for shard in range(shard_count):
         names = [data_path(path, shard, shard_count) for path in (prefix, copy)]
-        _copy(*names, verbose)
+        _copy(*names, verbose, keep)
     return copy
 
 
-def _copy(source, target, verbose):
-    if os.path.exists(target):
+def _copy(source, target, verbose, keep):
+    if keep and os.path.exists(target):
         return
-    url = web_address(source)
     # An interrupted copy does not get the name of a whole one.
-    with atomic_file(target) as aside:
-        if url is not None:
+    if (url := web_address(source)) is not None:
+        with atomic_file(target) as aside:
             os.replace(_download(url, aside.parent, verbose), aside)
-            return
-        try:
-            shutil.copyfile(source, aside)
-        except OSError as error:
-            raise CheckpointError(
-                f"The file '{source}' cannot be read ({type(error).__name__}: {error})."
-            ) from error
+        return
+    with (
+        open_file(source, "a checkpoint") as (file, _),
+        atomic_file(target) as aside,
+        open(aside, "wb") as copy,
+    ):
+        shutil.copyfileobj(file, copy)
 
 
 def _download(url, folder, verbose):

@@ -6,6 +6,7 @@ variable's path to V-MoE's name.
 
 import re
 from collections import Counter
+from functools import partial
 
 import keras
 import keras_hub
@@ -150,16 +151,17 @@ def read_keras_hub(model):
     name = _class_name(backbone)
     rules, first_block, activation = SUPPORTED[name]
     if getattr(backbone, "use_swiglu_ffn", False):
-        raise ValueError(_needs(model, "MLPs with gates (SwiGLU)"))
+        _refuse(model, "MLPs with gates (SwiGLU)")
     if activation is None:
         activation = _ACTIVATIONS.get(backbone.intermediate_activation)
         if activation is None:
-            raise ValueError(
-                _needs(model, f"the activation {backbone.intermediate_activation!r}")
-            )
+            _refuse(model, f"the activation {backbone.intermediate_activation!r}")
     is_classifier = isinstance(model, keras_hub.models.ImageClassifier)
     owner = model if is_classifier else backbone
-    arrays = {variable.path: _lazy(variable) for variable in owner.weights}
+    arrays = {
+        v.path: LazyArray(tuple(v.shape), np.dtype("float32"), partial(_read, v))
+        for v in owner.weights
+    }
     arrays = translate(arrays, rules, f"the {name}", backbone.num_heads)
 
     def renumber(match):
@@ -183,13 +185,8 @@ def read_keras_hub(model):
     if hasattr(backbone, "layer_scale_init_value"):
         settings["layer_scale"] = backbone.layer_scale_init_value
     if is_classifier and (model.pooling == "gap") == ("cls" in arrays):
-        raise ValueError(
-            _needs(
-                model,
-                f"pooling={model.pooling!r} of tokens that are "
-                f"{'' if 'cls' in arrays else 'not '}led by a class token",
-            )
-        )
+        led = "led" if "cls" in arrays else "not led"
+        _refuse(model, f"pooling={model.pooling!r} of tokens {led} by a class token")
     return Checkpoint(place_tokens(arrays, (covered,), patches), settings)
 
 
@@ -201,28 +198,23 @@ def _class_name(backbone):
     for name, missing in _REFUSED.items():
         cls = getattr(keras_hub.models, name, None)
         if cls is not None and isinstance(backbone, cls):
-            raise ValueError(_needs(backbone, missing))
+            _refuse(backbone, missing)
     raise ValueError(
         "The source must be a dense Vision Transformer of this library, or KerasHub's "
         f"{', '.join(SUPPORTED)}. Received: {type(backbone).__name__}."
     )
 
 
-def _needs(model, missing):
-    return (
+def _refuse(model, missing):
+    raise ValueError(
         f"A {type(model).__name__} cannot become a model of this library, which lacks "
-        f"{missing}. Supported are KerasHub's "
-        f"{', '.join(SUPPORTED)} with plain MLPs."
+        f"{missing}. Supported are KerasHub's {', '.join(SUPPORTED)} with plain MLPs."
     )
 
 
-def _lazy(variable):
-    def read():
-        value = ops.convert_to_numpy(variable.value)
-        # A copy: NumPy may share the memory of the variable, and JAX deletes that.
-        return np.array(value)
-
-    return LazyArray(tuple(variable.shape), np.dtype("float32"), read)
+def _read(variable):
+    # A copy: NumPy may share the memory of the variable, and JAX deletes that.
+    return np.array(ops.convert_to_numpy(variable.value))
 
 
 def _image_shape(backbone):
@@ -231,9 +223,7 @@ def _image_shape(backbone):
     (KerasHub's convolutions ignore the remainder at the right and at the bottom.)
     """
     shape = tuple(backbone.image_shape)
-    formats = {
-        getattr(layer, "data_format", None) for layer in flatten_layers(backbone)
-    }
+    formats = [getattr(x, "data_format", None) for x in flatten_layers(backbone)]
     if "channels_first" in formats:
         shape = (*shape[1:], shape[0])
     rows, columns = pair(backbone.patch_size)
@@ -248,7 +238,5 @@ def _epsilon(model, backbone):
         if isinstance(layer, keras.layers.LayerNormalization)
     )
     if len(epsilons) > 1 and max(epsilons) > _SMALL_EPSILON:
-        raise ValueError(
-            _needs(model, f"normalizations of different epsilon, {sorted(epsilons)}")
-        )
+        _refuse(model, f"normalizations of different epsilon, {sorted(epsilons)}")
     return float(epsilons.most_common(1)[0][0])

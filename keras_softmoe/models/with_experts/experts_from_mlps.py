@@ -224,7 +224,9 @@ def plain_mlp(mlp, shape):
         function = functools.partial(keras.activations.gelu, approximate=True)
         if activation != "gelu_tanh":
             function = keras.activations.get(activation)
-        activated = ops.convert_to_numpy(function(ops.convert_to_tensor(gate, "float32")))
+        activated = ops.convert_to_numpy(
+            function(ops.convert_to_tensor(gate, "float32"))
+        )
         if gate is not hidden:
             activated = activated * hidden
         difference = np.abs(_affine(activated, *layers["output_dense"]) - expected)
