@@ -219,8 +219,13 @@ def plain_mlp(mlp, shape):
     for pieces, activation in itertools.product(arrangements, activations):
         plain = PlainMLP(dense, pieces, activation)
         layers = plain.read(pairs)
-        hidden = _affine(x, *layers["intermediate_dense"])
-        gate = _affine(x, *layers["gate_dense"]) if "gate_dense" in layers else hidden
+        firsts = {
+            name: x @ kernel + bias
+            for name, (kernel, bias) in layers.items()
+            if name != "output_dense"
+        }
+        hidden = firsts["intermediate_dense"]
+        gate = firsts.get("gate_dense", hidden)
         function = functools.partial(keras.activations.gelu, approximate=True)
         if activation != "gelu_tanh":
             function = keras.activations.get(activation)
@@ -229,7 +234,8 @@ def plain_mlp(mlp, shape):
         )
         if gate is not hidden:
             activated = activated * hidden
-        difference = np.abs(_affine(activated, *layers["output_dense"]) - expected)
+        kernel, bias = layers["output_dense"]
+        difference = np.abs(activated @ kernel + bias - expected)
         if difference.max() < (1e-5 if is_exact else 5e-2) * np.abs(expected).max():
             return plain
     return None
@@ -294,7 +300,3 @@ def _outputs(mlp, variables, inputs, rng):
     inputs = ops.convert_to_tensor(inputs, dtype=mlp.compute_dtype)
     outputs = mlp.stateless_call(*state, inputs, training=False)[0]
     return ops.convert_to_numpy(ops.cast(outputs, "float32")), values
-
-
-def _affine(x, kernel, bias):
-    return x @ kernel + bias
