@@ -80,15 +80,6 @@ def add_experts(
     Source: Komatsuzaki et al. 2023 (Sparse Upcycling), section 3.
 
     Examples:
-        >>> import keras_hub
-        >>> vit = keras_hub.models.ViTBackbone(
-        ...     image_shape=(32, 32, 3),
-        ...     patch_size=8,
-        ...     num_layers=2,
-        ...     num_heads=2,
-        ...     hidden_dim=16,
-        ...     mlp_dim=32,
-        ... )
         >>> router = ksm.routers.SoftmaxTokenChoiceRouter(
         ...     4, num_selected_experts=2, capacity_factor=None, normalize_gates=True
         ... )

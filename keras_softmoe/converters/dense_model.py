@@ -124,9 +124,8 @@ def image_preprocessor(
             sets it to the size of its backbone if it is given.
 
     Returns:
-        `ViTMoEImageClassifierPreprocessor`: that of the source (a classifier or preset
-        of KerasHub, or of a `preprocessor_config.json` beside a file), or one
-        that maps pixels to `[-1, 1]`.
+        `ViTMoEImageClassifierPreprocessor`: that of the source, or one that maps pixels
+        to `[-1, 1]`.
 
     Raises:
         ValueError: as `dense_model`.

@@ -46,15 +46,6 @@ def to_dense_model(
             or quantized weights, or is from `add_experts` with shared experts.
 
     Examples:
-        >>> import keras_hub
-        >>> vit = keras_hub.models.ViTBackbone(
-        ...     image_shape=(32, 32, 3),
-        ...     patch_size=8,
-        ...     num_layers=2,
-        ...     num_heads=2,
-        ...     hidden_dim=16,
-        ...     mlp_dim=32,
-        ... )
         >>> router = ksm.routers.SoftRouter(num_experts=4)
         >>> soft = ksm.converters.add_experts(vit, (1,), router, verbose=0)
         >>> images = np.random.uniform(size=(4, 32, 32, 3))

@@ -414,7 +414,10 @@ def test_routers_without_weights(dense, router, message):
     ("arguments", "message"),
     [
         ({"start": "random"}, "Unknown `start`.*'clusters'"),
-        ({"start": "clusters", "images": None}, "needs some hundred images. Received: images=None"),
+        (
+            {"start": "clusters", "images": None},
+            "needs some hundred images. Received: images=None",
+        ),
         ({"start": "copies"}, "Copies need no images"),
         ({"start": "positions"}, "a `SoftmaxTokenChoiceRouter`"),
         ({"energy": 0}, "`energy`.*over 0"),

@@ -55,51 +55,45 @@ def _check_flow(site, flow):
         flow: for each part a tuple of arguments, keyword arguments and outputs; `None`
             if one is not called.
     """
+    parts = ", ".join(
+        f"{path!r} (`{type(part).__name__}`)"
+        for path, part in zip(site.paths, site.parts, strict=True)
+    )
 
-    def refuse(problem, remedy):
-        parts = ", ".join(
-            f"{path!r} (`{type(part).__name__}`)"
-            for path, part in zip(site.paths, site.parts, strict=True)
-        )
+    def refuse(problem, remedy=" Name the dense layers of the MLP."):
         raise ValueError(
             "A site is an MLP, from tokens to tokens of the same shape: a layer, or "
-            f"all layers from its first to its last one in their order. {problem} "
-            f"Received: sites with {parts}. {remedy}"
+            f"all layers from its first to its last one in their order. But {problem}. "
+            f"Received: sites with {parts}.{remedy}"
         )
 
     if flow is None:
-        refuse("But one of these is not called.", "Name the dense layers of the MLP.")
+        refuse("one of these is not called")
     first = [args[0] for args, _, _ in flow if args]
     is_half = len(flow) == 1 and "gat" in site.paths[0].rpartition("/")[2]
     if len({id(x) for x in first}) < len(first) or (
         is_half and getattr(flow[0][2], "shape", None) != first[0].shape
     ):
         raise ValueError(f"{GATED} Received: sites with {site.paths}.")
-    tokens = before = first[0] if first else None
-    for path, (args, kwargs, outputs) in zip(site.paths, flow, strict=True):
+    tokens = outputs = first[0] if first else None
+    for path, (args, kwargs, results) in zip(site.paths, flow, strict=True):
         further = [x for x in kwargs if x not in ("mask", "training")]
         if len(args) != 1 or further or not ops.is_tensor(args[0]):
+            refuse(f"{path!r} is called with more than one tensor")
+        if path != site.paths[0] and args[0] is not outputs:
             refuse(
-                f"But {path!r} is called with more than one tensor.",
-                "Name the dense layers of the MLP.",
+                f"{path!r} does not get the outputs of the part before it",
+                " Name the layers between them, too; for an activation in the code of "
+                "a block, name a layer around it.",
             )
-        if path != site.paths[0] and args[0] is not before:
-            refuse(
-                f"But {path!r} does not get the outputs of the part before it.",
-                "Name the layers between them, too; an activation in the code of a "
-                "block has no name, so name a layer around it.",
-            )
-        before = outputs
+        outputs = results
     shapes = [
         tuple(x.shape) if ops.is_tensor(x) else f"a {type(x).__name__}"
-        for x in (tokens, before)
+        for x in (tokens, outputs)
     ]
     is_float = "float" in keras.backend.standardize_dtype(tokens.dtype)
     if len(shapes[0]) < 3 or shapes[0] != shapes[1] or not is_float:
-        refuse(
-            f"But these map inputs of shape {shapes[0]} to {shapes[1]}.",
-            "Name the MLP that maps `(batch, ..., width)` to the same shape.",
-        )
+        refuse(f"these map inputs of shape {shapes[0]} to {shapes[1]}")
 
 
 def token_shapes(model, sites):
