@@ -262,19 +262,13 @@ def check_blocks(blocks, sites):
 
 
 def check_causal(router, site, by_image):
-    """Raise if routing depends on later tokens in a block whose tokens must not.
-
-    Args:
-        router: `Router`.
-        site: `Site`.
-        by_image: bool or `None`, as in `add_experts`.
-    """
-    if site.is_causal and by_image:
+    """Raise if routing in a causal block depends on later tokens."""
+    if by_image:
         raise ValueError(
             f"The block of {site.paths[0]!r} is causal, and routing by image uses the "
             "mean of all tokens, later ones included. Received: by_image=True."
         )
-    if site.is_causal and looks_ahead(router):
+    if looks_ahead(router):
         raise ValueError(
             f"The block of {site.paths[0]!r} is causal: its result for a token must "
             "not depend on later ones, or the model could not generate. Received: a "
