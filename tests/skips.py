@@ -108,7 +108,7 @@ RUNS_ON = {
     "models/test_contrastive.py": ("torch",),
     "models/test_contrastive_preprocessor.py": ("torch",),
     "models/test_pruning.py": ("torch",),
-    "converters/test_token_statistics.py": ("torch",),
+    "converters/test_upcycling_starts.py": ("torch",),
     "reference/test_coverage.py": ("torch",),
     "test_benchmark*.py": ("torch",),
     "test_checks.py": ("torch",),

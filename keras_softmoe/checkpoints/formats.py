@@ -1,30 +1,22 @@
-"""Checkpoints of any supported format: opened, copied, under V-MoE's names."""
+"""Opening of checkpoints of any supported format.
+
+A new format is a reader in a file of its own, and a line in `read_checkpoint`.
+"""
 
 import json
 import os
 from pathlib import Path
 
-import keras
-
-from keras_softmoe.checkpoints.msgpack_stream import CheckpointError
+from keras_softmoe.checkpoints.checkpoint import Checkpoint, CheckpointError
+from keras_softmoe.checkpoints.downloads import local_copy
 from keras_softmoe.checkpoints.npz import read_vit_checkpoint
-from keras_softmoe.checkpoints.opening import (
-    download,
-    is_remote,
-    open_file,
-    web_address,
-)
 from keras_softmoe.checkpoints.safetensors import read_safetensors
 from keras_softmoe.checkpoints.torch_names import read_torch_names
-from keras_softmoe.checkpoints.vmoe import Checkpoint, read_sharded
-from keras_softmoe.checkpoints.vmoe_index import data_path, read_index
-from keras_softmoe.files import atomic_file
+from keras_softmoe.checkpoints.vmoe import read_sharded
 
-ONE_FILE_SUFFIXES = (".npz", ".safetensors")
 CONFIG_FILE = "config.json"
 PREPROCESSOR_FILE = "preprocessor_config.json"
 _MAX_TEXT = 1 << 20
-_BLOCK = 1 << 24
 
 
 def read_checkpoint(source: str | os.PathLike) -> Checkpoint:
@@ -36,25 +28,22 @@ def read_checkpoint(source: str | os.PathLike) -> Checkpoint:
     | `.npz` | original Vision Transformer, AugReg, big_vision | V-MoE's |
     | `.safetensors` | any | those in the file |
 
-    Of an `.npz` file of two towers (SigLIP) the image tower is read, and blocks may be
-    stacked or not. With V-MoE's names, `load_vmoe_params` and `convert_vmoe_checkpoint`
-    accept the result.
-
-    Files may be untrusted. They are checked before anything is returned, never
-    unpickled, and refer to no other files.
+    `load_vmoe_params` and `convert_vmoe_checkpoint` accept V-MoE's names. Files may be
+    untrusted: they are checked before anything is returned, and never unpickled.
 
     Args:
-        source: str or path, or a URL (`gs://bucket/name`). Public buckets are read over
-            HTTPS, other URLs through `tf.io.gfile`.
+        source: str or path, or a URL (`https://...`, or `gs://bucket/name` of a public
+            bucket), which is downloaded once.
 
     Returns:
         `Mapping` from name to NumPy array, with the attributes `shapes` and `dtypes`
-        (dicts by name, known without reading the arrays). Nothing is cached: a second
-        access reads again. Arrays of bfloat16 have the dtype `ml_dtypes.bfloat16`.
+        (dicts by name, known without reading the arrays). Nothing is cached. Arrays of
+        bfloat16 have the dtype `ml_dtypes.bfloat16`.
 
     Raises:
-        CheckpointError: (a `ValueError`) if a file is missing, damaged, or does not
-            fit the others. Later, if an array can no longer be read.
+        CheckpointError: (a `ValueError`) if a file is missing, damaged, cannot be
+            fetched, or does not fit the others. Later, if an array can no longer be
+            read.
 
     Source: V-MoE's released code (format of its checkpoints, version 20220622);
     Dosovitskiy et al. 2021, released code, and big_vision's (names of the parameters);
@@ -66,7 +55,7 @@ def read_checkpoint(source: str | os.PathLike) -> Checkpoint:
         (16, 10)
         >>> kernel = checkpoint["head/kernel"]
     """
-    path = os.fspath(source)
+    path = local_copy(os.fspath(source))
     if path.endswith(".npz"):
         return read_vit_checkpoint(path)
     if path.endswith(".safetensors"):
@@ -109,20 +98,13 @@ def read_parameters(source, num_heads=None, image_shape=None, head=True):
 
 
 def read_text_beside(path, name):
-    """Read a JSON file in the directory of another file, a dict.
-
-    Args:
-        path: str, the other file.
-        name: str, of the JSON file.
-
-    Returns:
-        dict, empty if the file does not exist.
+    """Return the dict in a JSON file beside another file, empty without such a file.
 
     Raises:
         CheckpointError: if it is damaged.
     """
     file = Path(path).parent / name
-    if is_remote(path) or not file.is_file():
+    if "://" in path or not file.is_file():
         return {}
     try:
         if file.stat().st_size > _MAX_TEXT:
@@ -133,60 +115,6 @@ def read_text_beside(path, name):
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"The file '{file}', which describes the model beside it, cannot be read: "
-            f"{str(error)[:80]}. Fetch it again, or move the weights elsewhere."
+            f"{str(error)[:80]}."
         ) from error
     return found
-
-
-# === Copies ===
-
-
-def is_one_file(prefix):
-    """Return whether a checkpoint is a single file (`.npz`, `.safetensors`)."""
-    return str(prefix).endswith(ONE_FILE_SUFFIXES)
-
-
-def download_checkpoint(prefix, folder, verbose=1):
-    """Copy the files of a checkpoint into a folder.
-
-    Args:
-        prefix: str, the common part of the files, for example `gs://bucket/name`, or a
-            single `.npz` or `.safetensors` file. Public buckets are read over HTTPS.
-        folder: str or path of an existing directory.
-        verbose: 0 or 1, whether to show progress bars.
-
-    Returns:
-        str, the prefix of the copies.
-
-    Raises:
-        CheckpointError: (a `ValueError`) if a file cannot be read, or the index is
-            damaged.
-    """
-    copy = str(Path(folder, prefix.rpartition("/")[2]))
-    if is_one_file(prefix):
-        _copy(prefix, copy, verbose)
-        return copy
-    _copy(f"{prefix}.index", f"{copy}.index", verbose=0)
-    _, shard_count = read_index(copy)
-    for shard in range(shard_count):
-        _copy(
-            data_path(prefix, shard, shard_count),
-            data_path(copy, shard, shard_count),
-            verbose,
-        )
-    return copy
-
-
-def _copy(source, target, verbose):
-    if verbose:
-        print(f"Downloading {source}")
-    if web_address(source) is not None:
-        with atomic_file(target) as aside:
-            os.replace(download(source, aside.parent, verbose), aside)
-        return
-    with open_file(source) as (file, size), atomic_file(target) as aside:
-        progress = keras.utils.Progbar(size, verbose=verbose, unit_name="byte")
-        with open(aside, "wb") as copy:
-            while block := file.read(_BLOCK):
-                copy.write(block)
-                progress.add(len(block))

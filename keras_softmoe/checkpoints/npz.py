@@ -7,15 +7,18 @@ import zipfile
 import ml_dtypes
 import numpy as np
 
-from keras_softmoe.checkpoints.msgpack_stream import CheckpointError
-from keras_softmoe.checkpoints.opening import open_file
+from keras_softmoe.checkpoints.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    LazyArray,
+    open_file,
+)
 from keras_softmoe.checkpoints.translation import (
     POSITIONS,
     place_tokens,
     same,
     translate,
 )
-from keras_softmoe.checkpoints.vmoe import Checkpoint, LazyArray
 
 # Weights hardly compress: an archive that grows much more does not contain weights.
 _MAX_GROWTH = 16
@@ -24,7 +27,9 @@ _MAX_SMALL = 1 << 26
 # Original name (a pattern) -> V-MoE's. The children of a block are numbered by kind in
 # newer files (LayerNorm_0 and 1) and jointly in older ones (LayerNorm_0 and 2).
 _BLOCK = r"Transformer/(encoderblock_\d+)"
-_POOLING = "MapHead/MultiHeadDotProductAttention"
+_HEADS = r"/((?:query|key|value|out)/(?:kernel|bias))"
+_DENSE = r"/(Dense_[01]/(?:kernel|bias))"
+_NORM = r"/(scale|bias)"
 _RULES = tuple(
     (*rule, same)
     for rule in (
@@ -32,29 +37,21 @@ _RULES = tuple(
         (r"Transformer/(posembed_input/pos_embedding)", r"Encoder/\1"),
         # Of big_vision, without a position for the class token
         (r"pos_embedding", POSITIONS),
-        (r"Transformer/(encoder_norm/(?:scale|bias))", r"Encoder/\1"),
-        (_BLOCK + r"/LayerNorm_0/(scale|bias)", r"Encoder/\1/LayerNorm_0/\2"),
-        (_BLOCK + r"/LayerNorm_[12]/(scale|bias)", r"Encoder/\1/LayerNorm_1/\2"),
+        (r"Transformer/encoder_norm" + _NORM, r"Encoder/encoder_norm/\1"),
+        (_BLOCK + "/LayerNorm_0" + _NORM, r"Encoder/\1/LayerNorm_0/\2"),
+        (_BLOCK + "/LayerNorm_[12]" + _NORM, r"Encoder/\1/LayerNorm_1/\2"),
         (
-            _BLOCK + r"/MultiHeadDotProductAttention_[01]"
-            r"/((?:query|key|value|out)/(?:kernel|bias))",
+            _BLOCK + "/MultiHeadDotProductAttention_[01]" + _HEADS,
             r"Encoder/\1/SelfAttention/\2",
         ),
-        (
-            _BLOCK + r"/MlpBlock_[03]/(Dense_[01]/(?:kernel|bias))",
-            r"Encoder/\1/Mlp/\2",
-        ),
+        (_BLOCK + "/MlpBlock_[03]" + _DENSE, r"Encoder/\1/Mlp/\2"),
         (r"MAPHead_0/probe", r"MapHead/probe"),
         (
-            r"MAPHead_0/MultiHeadDotProductAttention_0"
-            r"/((?:query|key|value|out)/(?:kernel|bias))",
-            _POOLING + r"/\1",
+            "MAPHead_0/MultiHeadDotProductAttention_0" + _HEADS,
+            r"MapHead/MultiHeadDotProductAttention/\1",
         ),
-        (r"MAPHead_0/LayerNorm_0/(scale|bias)", r"MapHead/LayerNorm/\1"),
-        (
-            r"MAPHead_0/MlpBlock_0/(Dense_[01]/(?:kernel|bias))",
-            r"MapHead/Mlp/\1",
-        ),
+        ("MAPHead_0/LayerNorm_0" + _NORM, r"MapHead/LayerNorm/\1"),
+        ("MAPHead_0/MlpBlock_0" + _DENSE, r"MapHead/Mlp/\1"),
     )
 )
 # Blocks stacked by the `scan` of big_vision
@@ -66,9 +63,8 @@ def read_vit_checkpoint(path):
     """Open an `.npz` file under V-MoE's names, see `read_checkpoint`.
 
     Supported are files of the original repository and of AugReg, in both numberings of
-    the blocks' children, and of big_vision: below `params/`, blocks stacked or not,
-    with attention pooling or a class token; the image tower of two (SigLIP). Other
-    arrays than the parameters of a plain Vision Transformer are an error.
+    the blocks' children, and of big_vision: blocks stacked or not, the image tower of
+    two (SigLIP). Arrays of other models are an error.
 
     Source: Dosovitskiy et al. 2021, released code, and big_vision's (names of the
     parameters).
@@ -77,7 +73,10 @@ def read_vit_checkpoint(path):
         member: _lazy(path, member, shape, dtype)
         for member, shape, dtype in _members(path)
     }
-    arrays = _of_images(arrays)
+    # The parameters of the image tower only
+    for prefix in ("params/", "img/"):
+        below = {n.removeprefix(prefix): n for n in arrays if n.startswith(prefix)}
+        arrays = {name: arrays[n] for name, n in below.items()} or arrays
     where = f"'{path}'"
     arrays = translate(_unstacked(arrays, where), _RULES, where)
     if POSITIONS in arrays:
@@ -89,23 +88,14 @@ def read_vit_checkpoint(path):
     return Checkpoint(arrays)
 
 
-def _of_images(arrays):
-    """Return the parameters of the image tower only."""
-    for prefix in ("params/", "img/"):
-        below = [name for name in arrays if name.startswith(prefix)]
-        if below:
-            arrays = {name.removeprefix(prefix): arrays[name] for name in below}
-    return arrays
-
-
 def _unstacked(arrays, where):
     """Split arrays of all blocks, `(L, ...)`, into one for each block."""
     stacked = {name: a for name, a in arrays.items() if name.startswith(_STACKED)}
     counts = {array.shape[:1] for array in stacked.values()}
     if len(counts) > 1 or counts & {(), (0,)}:
         raise CheckpointError(
-            f"The stacked blocks of {where} are not equally many. Received: first axes "
-            f"{sorted(counts)}."
+            f"The stacked arrays of {where} must have one number of blocks. Received: "
+            f"first axes {sorted(counts)}."
         )
     unstacked = {name: a for name, a in arrays.items() if name not in stacked}
     for (count,) in counts:
@@ -147,30 +137,24 @@ def _members(path):
         infos = archive.infolist()
         total = sum(info.file_size for info in infos)
         if total > max(_MAX_GROWTH * size, _MAX_SMALL):
-            raise CheckpointError(
-                f"'{path}' would grow from {size:,} to {total:,} bytes: no weights do."
-            )
+            raise ValueError(f"it would grow from {size:,} to {total:,} bytes")
         if len({info.filename for info in infos}) < len(infos):
-            raise CheckpointError(f"'{path}' holds a name twice.")
+            raise ValueError("it holds a name twice")
         for info in infos:
             with archive.open(info) as member:
-                shape, dtype, offset = _read_header(member)
+                version = np.lib.format.read_magic(member)
+                if version == (1, 0):
+                    header = np.lib.format.read_array_header_1_0(member)
+                else:
+                    header = np.lib.format.read_array_header_2_0(member)
+                (shape, _, dtype), offset = header, member.tell()
             nbytes = int(np.prod(shape, dtype=object)) * dtype.itemsize
             if dtype.hasobject or offset + nbytes != info.file_size:
-                raise CheckpointError(
-                    f"'{info.filename}' in '{path}' is not the array of shape {shape} "
-                    f"and dtype {dtype} that it claims to be."
+                raise ValueError(
+                    f"'{info.filename}' is not the array of shape {shape} and dtype "
+                    f"{dtype} that it claims to be"
                 )
             yield info.filename.removesuffix(".npy"), shape, dtype
-
-
-def _read_header(member):
-    version = np.lib.format.read_magic(member)
-    if version == (1, 0):
-        shape, _, dtype = np.lib.format.read_array_header_1_0(member)
-    else:
-        shape, _, dtype = np.lib.format.read_array_header_2_0(member)
-    return shape, dtype, member.tell()
 
 
 def _lazy(path, member, shape, dtype):
@@ -190,14 +174,6 @@ def _lazy(path, member, shape, dtype):
 @contextlib.contextmanager
 def _archive(path):
     """Open a zip archive, with its size and with errors that name it."""
-    try:
-        with open_file(path) as (file, size), zipfile.ZipFile(file) as archive:
+    with open_file(path, "an .npz file of arrays") as (file, size):
+        with zipfile.ZipFile(file) as archive:
             yield archive, size
-    except CheckpointError:
-        raise
-    # Zip, its compressions and NumPy's headers fail in a dozen ways.
-    except Exception as error:
-        raise CheckpointError(
-            f"'{path}' cannot be read as an .npz file of arrays: it is damaged, "
-            f"truncated, or something else. Reason: {type(error).__name__}: {error}"
-        ) from error

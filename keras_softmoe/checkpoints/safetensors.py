@@ -4,15 +4,14 @@ The package of that name is not used: it has no bfloat16 for NumPy, and it maps 
 into memory, so that truncating the file meanwhile crashes the process.
 """
 
+import functools
 import json
 import math
 
 import ml_dtypes
 import numpy as np
 
-from keras_softmoe.checkpoints.msgpack_stream import CheckpointError
-from keras_softmoe.checkpoints.opening import open_file
-from keras_softmoe.checkpoints.vmoe import Checkpoint, LazyArray
+from keras_softmoe.checkpoints.checkpoint import Checkpoint, LazyArray, open_file
 from keras_softmoe.checks import is_whole_number
 
 # A thousand arrays need about a tenth of it.
@@ -38,33 +37,33 @@ def read_safetensors(path):
 
     Source: the format's documentation (version 0.8).
     """
-    with open_file(path) as (file, size):
+    arrays, places = {}, []
+    with _open(path) as (file, size):
         length = int.from_bytes(file.read(_LENGTH), "little")
         if not 2 <= length <= min(size - _LENGTH, _MAX_HEADER):
-            raise _error(path, f"a header of {length} bytes in {size}")
-        try:
-            header = json.loads(file.read(length), object_pairs_hook=_unique)
-        except (ValueError, RecursionError) as error:
-            raise _error(path, f"its header is no JSON ({str(error)[:80]})") from error
-    if not isinstance(header, dict):
-        raise _error(path, "its header is no JSON object")
-    header.pop("__metadata__", None)
-    start = _LENGTH + length
-    arrays, places = {}, []
-    for name, entry in header.items():
-        shape, dtype, begin, end = _checked_entry(path, name, entry)
-        places.append((begin, end))
-        arrays[name] = LazyArray(
-            shape, dtype, _reader(path, shape, dtype, start, begin)
-        )
-    reached = 0
-    for begin, end in sorted(places):
-        if begin != reached:
-            raise _error(path, f"arrays overlap or leave a gap at byte {begin}")
-        reached = end
-    if reached != size - start:
-        raise _error(path, f"its arrays take {reached} of {size - start} bytes")
+            raise ValueError(f"a header of {length} bytes in {size}")
+        header = json.loads(file.read(length), object_pairs_hook=_unique)
+        if not isinstance(header, dict):
+            raise ValueError("its header is no JSON object")
+        header.pop("__metadata__", None)
+        start = _LENGTH + length
+        for name, entry in header.items():
+            shape, dtype, begin, end = _checked_entry(name, entry)
+            places.append((begin, end))
+            read = functools.partial(_read, path, shape, dtype, start + begin)
+            arrays[name] = LazyArray(shape, dtype, read)
+        reached = 0
+        for begin, end in sorted(places):
+            if begin != reached:
+                raise ValueError(f"arrays overlap or leave a gap at byte {begin}")
+            reached = end
+        if reached != size - start:
+            raise ValueError(f"its arrays take {reached} of {size - start} bytes")
     return Checkpoint(arrays)
+
+
+def _open(path):
+    return open_file(path, "a safetensors file")
 
 
 def _unique(pairs):
@@ -74,45 +73,32 @@ def _unique(pairs):
     return found
 
 
-def _checked_entry(path, name, entry):
+def _checked_entry(name, entry):
     """Return shape, dtype, first byte and the byte after the last one of an array."""
+    name = repr(name[:80])
     keys = {"dtype", "shape", "data_offsets"}
     if not isinstance(entry, dict) or set(entry) != keys:
-        raise _error(path, f"{name[:80]!r} has not just {', '.join(sorted(keys))}")
-    dtype, shape = entry["dtype"], entry["shape"]
+        raise ValueError(f"{name} has not just {', '.join(sorted(keys))}")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise _error(path, f"{name[:80]!r} is of dtype {str(dtype)[:20]}")
+        raise ValueError(f"{name} is of dtype {str(dtype)[:20]}")
     dtype = _DTYPES[dtype]
-    for numbers, most in ((shape, _MAX_AXES), (entry["data_offsets"], 2)):
+    for numbers, most in ((shape, _MAX_AXES), (offsets, 2)):
         if (
             not isinstance(numbers, list)
             or len(numbers) > most
             or not all(is_whole_number(number, 0) for number in numbers)
         ):
-            raise _error(path, f"{name[:80]!r} has no shape or no place")
-    shape, offsets = tuple(shape), entry["data_offsets"]
-    taken = math.prod(shape) * dtype.itemsize
-    if len(offsets) != 2 or offsets[1] - offsets[0] != taken:
-        raise _error(path, f"{name[:80]!r} does not take the bytes of its shape")
-    return shape, dtype, *offsets
+            raise ValueError(f"{name} has no shape or no place")
+    nbytes = math.prod(shape) * dtype.itemsize
+    if len(offsets) != 2 or offsets[1] - offsets[0] != nbytes:
+        raise ValueError(f"{name} does not take the bytes of its shape")
+    return tuple(shape), dtype, *offsets
 
 
-def _reader(path, shape, dtype, start, begin):
-    count = math.prod(shape)
-
-    def read():
-        with open_file(path) as (file, _):
-            file.seek(start + begin)
-            content = file.read(count * dtype.itemsize)
-        if len(content) != count * dtype.itemsize:
-            raise _error(path, "it has become shorter")
+def _read(path, shape, dtype, start):
+    with _open(path) as (file, _):
+        file.seek(start)
+        # An error if the file has become shorter
+        content = file.read(math.prod(shape) * dtype.itemsize)
         return np.frombuffer(content, dtype).reshape(shape)
-
-    return read
-
-
-def _error(path, problem):
-    return CheckpointError(
-        f"'{path}' cannot be read as a safetensors file: it is damaged, truncated, or "
-        f"something else. Fetch it again. Reason: {problem}."
-    )

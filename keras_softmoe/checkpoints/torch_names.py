@@ -3,32 +3,26 @@
 import functools
 import re
 
-from keras_softmoe.checkpoints.msgpack_stream import CheckpointError
+from keras_softmoe.checkpoints import translation as layouts
+from keras_softmoe.checkpoints.checkpoint import Checkpoint, CheckpointError, LazyArray
 from keras_softmoe.checkpoints.translation import (
     CLASS_TOKEN,
     DISTILLATION_TOKEN,
     POSITIONS,
     REGISTERS,
-    convolution,
     count_patches,
-    from_heads,
-    fused,
-    matrix,
     place_tokens,
     same,
-    to_heads,
-    to_heads_bias,
     token,
     translate,
     vector,
 )
-from keras_softmoe.checkpoints.vmoe import Checkpoint, LazyArray
 
 _OURS = r"Encoder/encoderblock_\1/"
 _POOLING = "MapHead/MultiHeadDotProductAttention/"
 
 
-def _layer(theirs, ours, kernel="kernel", weight=matrix, bias=vector):
+def _dense(theirs, ours, kernel="kernel", weight=layouts.matrix, bias=vector):
     """Return rules for the weight and the bias of a layer."""
     return (
         (theirs + r"\.weight", f"{ours}/{kernel}", weight),
@@ -36,17 +30,22 @@ def _layer(theirs, ours, kernel="kernel", weight=matrix, bias=vector):
     )
 
 
-_dense = _layer
-_convolution = functools.partial(_layer, weight=convolution)
-_norm = functools.partial(_layer, kernel="scale", weight=vector)
-_to_heads = functools.partial(_layer, weight=to_heads, bias=to_heads_bias)
-_from_heads = functools.partial(_layer, weight=from_heads)
+_convolution = functools.partial(_dense, weight=layouts.convolution)
+_norm = functools.partial(_dense, kernel="scale", weight=vector)
+_to_heads = functools.partial(
+    _dense, weight=layouts.to_heads, bias=layouts.to_heads_bias
+)
+_from_heads = functools.partial(_dense, weight=layouts.from_heads)
 
 
 def _fused(theirs, ours, *parts, joint="."):
     return (
-        (theirs + re.escape(joint) + "weight", ours + "{}/kernel", fused(*parts)),
-        (theirs + re.escape(joint) + "bias", ours + "{}/bias", fused(*parts)),
+        (
+            theirs + re.escape(joint) + "weight",
+            ours + "{}/kernel",
+            layouts.fused(*parts),
+        ),
+        (theirs + re.escape(joint) + "bias", ours + "{}/bias", layouts.fused(*parts)),
     )
 
 
@@ -183,7 +182,8 @@ def read_torch_names(
         CheckpointError: if the names are not those of a plain Vision Transformer.
     """
     about = about or {}
-    about = {**about, **_mapping(about.get("vision_config"))}
+    if isinstance(nested := about.get("vision_config"), dict):
+        about = {**about, **nested}
     found = [
         (name, rules)
         for name in checkpoint
@@ -268,7 +268,3 @@ def _settings(rules, arrays, about, path):
         "layer_norm_epsilon": epsilon,
         "position_resampling": resampling,
     }
-
-
-def _mapping(value):
-    return value if isinstance(value, dict) else {}

@@ -13,8 +13,7 @@ import re
 
 import numpy as np
 
-from keras_softmoe.checkpoints.msgpack_stream import CheckpointError
-from keras_softmoe.checkpoints.vmoe import LazyArray
+from keras_softmoe.checkpoints.checkpoint import CheckpointError, LazyArray
 
 CLASS_TOKEN, REGISTERS = "cls", "registers"
 # These two are not in the result of `place_tokens`.
@@ -25,8 +24,7 @@ _OUR_POSITIONS = "Encoder/posembed_input/pos_embedding"
 _FOREIGN = (
     (
         r"(?i).*(pre_layrnorm|pre_layernorm|norm_pre|ln_pre|class_embedding).*",
-        "CLIP's models normalize tokens before the first block and have another "
-        "activation (QuickGELU)",
+        "CLIP's models normalize tokens before the first block and use QuickGELU",
     ),
     (
         r"(?i).*(rope|rotary).*",
@@ -89,11 +87,11 @@ def translate(arrays, rules, where, num_heads=None):
     """
     translated, unknown = {}, []
     for theirs, array in arrays.items():
-        found = _find(rules, theirs)
-        if found is None:
+        rule = next((r for r in rules if re.fullmatch(r[0], theirs)), None)
+        if rule is None:
             unknown.append(theirs)
             continue
-        match, name, function = found
+        pattern, name, function = rule
         if name is None:
             continue
         try:
@@ -104,40 +102,28 @@ def translate(arrays, rules, where, num_heads=None):
                 f"parameter. Received: {array.shape}."
             ) from error
         for word, part in parts.items():
-            ours = match.expand(name).format(word)
+            ours = re.fullmatch(pattern, theirs).expand(name).format(word)
             if ours in translated:
                 raise CheckpointError(f"{where} holds {ours!r} twice, as {theirs!r}.")
             translated[ours] = part
     if unknown:
-        raise CheckpointError(_unknown(unknown, len(arrays), where))
+        reasons = {
+            reason: name
+            for pattern, reason in reversed(_FOREIGN)
+            for name in unknown
+            if re.fullmatch(pattern, name)
+        }
+        because = "".join(
+            f" Models with {name!r} are not supported: {reason}."
+            for reason, name in reasons.items()
+        )
+        names = ", ".join(sorted(name[:80] for name in unknown)[:20])
+        more = f" and {len(unknown) - 20} more" if len(unknown) > 20 else ""
+        raise CheckpointError(
+            f"{where} is no plain Vision Transformer: of {len(arrays)} arrays, "
+            f"{len(unknown)} have no place in one.{because} Received: {names}{more}."
+        )
     return translated
-
-
-def _find(rules, theirs):
-    for pattern, name, function in rules:
-        match = re.fullmatch(pattern, theirs)
-        if match:
-            return match, name, function
-    return None
-
-
-def _unknown(unknown, count, where):
-    reasons = {
-        reason: name
-        for pattern, reason in reversed(_FOREIGN)
-        for name in unknown
-        if re.fullmatch(pattern, name)
-    }
-    because = "".join(
-        f" Models with {name!r} are not supported: {reason}."
-        for reason, name in reasons.items()
-    )
-    names = ", ".join(sorted(name[:80] for name in unknown)[:20])
-    more = f" and {len(unknown) - 20} more" if len(unknown) > 20 else ""
-    return (
-        f"{where} is no plain Vision Transformer: of {count} arrays, {len(unknown)} "
-        f"have no place in one.{because} Received: {names}{more}."
-    )
 
 
 # === Layouts ===
@@ -208,18 +194,13 @@ def fused(*parts):
             raise ValueError("equal parts")
         shape = (rows, *array.shape[1:])
         layout = to_heads if len(shape) == 2 else to_heads_bias
-        return {
-            part: layout(changed(array, shape, _rows(index * rows, rows)), num_heads)[
-                ""
-            ]
-            for index, part in enumerate(parts)
-        }
+        found = {}
+        for index, part in enumerate(parts):
+            own = slice(index * rows, (index + 1) * rows)
+            found[part] = changed(array, shape, lambda x, own=own: x[own])
+        return {part: layout(x, num_heads)[""] for part, x in found.items()}
 
     return cut
-
-
-def _rows(first, count):
-    return lambda x: x[first : first + count]
 
 
 def _heads(width, num_heads):
@@ -302,12 +283,13 @@ def count_patches(image_shape, patch_size):
 
 
 def _covered(total, covered, num_patches):
-    possible = {number: total - number for number in sorted(set(covered))}
-    possible = {number: patches for number, patches in possible.items() if patches > 0}
-    for number, patches in possible.items():
-        if patches == num_patches:
+    """Return how many positions belong to tokens before the patches."""
+    possible = [number for number in sorted(set(covered)) if number < total]
+    for number in possible:
+        if total - number == num_patches:
             return number
-    for number, patches in possible.items():
+    for number in possible:
+        patches = total - number
         if math.isqrt(patches) ** 2 == patches or len(set(covered)) == 1:
             return number
     raise CheckpointError(

@@ -4,7 +4,7 @@ import math
 import re
 from typing import NamedTuple
 
-from keras_softmoe.checkpoints.msgpack_stream import CheckpointError
+from keras_softmoe.checkpoints.checkpoint import CheckpointError
 from keras_softmoe.checkpoints.translation import count_patches
 
 _BLOCK = r"Encoder/encoderblock_(\d+)/"
@@ -37,8 +37,8 @@ def read_vit_settings(
 
     Args:
         shapes: dict from V-MoE's name of a parameter to its shape.
-        image_shape: `(height, width, channels)`. Defaults to a square with as many
-            patches as there are learned positions.
+        image_shape: `(height, width, channels)`. Defaults to a square with one patch
+            for each learned position.
         pooling: str, `"gap"` (default) or `"first"`, without a class token or attention
             pooling.
         position_embedding: str, `"sincos2d"` (default) or `"none"`, without learned
@@ -160,7 +160,7 @@ def _mlps(blocks, hidden_dim):
         mlp_dims.add(bank[-1])
     if len(mlp_dims) > 1:
         raise CheckpointError(
-            f"All MLPs must be equally wide. Received: the widths {sorted(mlp_dims)}."
+            f"All MLPs must have one width. Received: {sorted(mlp_dims)}."
         )
     return mlp_dims.pop(), num_experts, slots
 

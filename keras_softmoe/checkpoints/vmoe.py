@@ -1,115 +1,63 @@
-"""Reader of the sharded format of the released V-MoE models."""
+"""Reader of the sharded format of the released V-MoE models.
 
-import collections.abc
+`PREFIX.index` holds a tree of arrays: the shape and dtype of each, and the data file of
+each of its slices. `PREFIX.data-00000-of-00002` and so on hold the slices in pieces.
+All of it is msgpack, nested: objects contain packed objects.
+"""
+
 import math
 import os
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import ml_dtypes
+import msgpack
 import numpy as np
 
-from keras_softmoe.checkpoints.msgpack_stream import Stream
-from keras_softmoe.checkpoints.opening import open_file
-from keras_softmoe.checkpoints.vmoe_index import (
-    NDARRAY,
-    SLICE_ND,
-    data_path,
-    read_box,
-    read_dtype,
-    read_index,
-)
+from keras_softmoe.checkpoints.checkpoint import Checkpoint, LazyArray, open_file
+from keras_softmoe.checks import is_whole_number
 
-# The key that marks a data file.
-_MARKER = "__msgpack_array_chunk_a87ca2__"
-# The writer splits chunks into pieces of at most this size, so a chunk has few.
+# Limits far above the needs of a checkpoint (the index of 15 B parameters takes under a
+# megabyte), which bound the cost of a hostile file. `msgpack` allocates an array when
+# it reads its header, on each of up to 1,024 levels.
+MAX_INDEX_BYTES = 1 << 22
+MAX_SLICES = 1 << 12
+_MAX_NAMES = 1 << 12
+_MAX_NAME = 512
+_MAX_DEPTH = 32
+_MAX_AXES = 8
+# Names of files have five digits.
+_MAX_SHARDS = 99_999
+# The writer splits slices into pieces of at most this size.
 _MAX_PIECE = 1 << 30
-_MAX_PIECES = 4096
+
+_VERSION = "20220622"
+# The key that marks a data file
+_MARKER = "__msgpack_array_chunk_a87ca2__"
+# Codes of msgpack's extension objects
+_NDARRAY, _SLICE, _INDEX_ENTRY = 1, 6, 8
+
+_DTYPES = {
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    **{
+        name: np.dtype(name)
+        for name in (
+            *("bool", "int8", "int16", "int32", "int64"),
+            *("uint8", "uint16", "uint32", "uint64"),
+            *("float16", "float32", "float64", "complex64", "complex128"),
+        )
+    },
+}
 
 
-class LazyArray(NamedTuple):
-    """Array that is not read yet.
+class _Entry(NamedTuple):
+    """Entry of the index for one array."""
 
-    Attributes:
-        shape: tuple of int.
-        dtype: `np.dtype`.
-        read: callable without arguments that returns the array.
-    """
-
+    # Path in the tree, joined by slashes
+    name: str
     shape: tuple
     dtype: np.dtype
-    read: Any
-
-
-class Checkpoint(collections.abc.Mapping):
-    """Arrays of a checkpoint by name, each read on access.
-
-    A mapping from flat name (`Encoder/encoder_norm/scale`) to NumPy array. Nothing is
-    cached: a second access reads again. `dict(checkpoint)` reads all.
-
-    Attributes:
-        shapes: dict from name to shape, known without reading the arrays.
-        dtypes: dict from name to dtype.
-        settings: dict of arguments of a backbone that follow from the format or a file
-            beside it, and not from the parameters.
-
-    Examples:
-        >>> checkpoint = ksm.converters.read_checkpoint("vmoe_tiny/ckpt")
-        >>> checkpoint["head/kernel"].shape
-        (16, 10)
-        >>> head = checkpoint.below("head/")
-    """
-
-    def __init__(self, arrays: Mapping, settings: Mapping | None = None):
-        self._arrays = dict(arrays)
-        self.settings = dict(settings or {})
-        self.shapes = {name: array.shape for name, array in self._arrays.items()}
-        self.dtypes = {name: array.dtype for name, array in self._arrays.items()}
-
-    @property
-    def nbytes(self) -> int:
-        """Size of all arrays together, in bytes."""
-        return sum(
-            math.prod(array.shape) * array.dtype.itemsize
-            for array in self._arrays.values()
-        )
-
-    def below(self, prefix: str) -> "Checkpoint":
-        """Return the arrays whose names begin with `prefix`, without the prefix."""
-        return Checkpoint(
-            {
-                name.removeprefix(prefix): array
-                for name, array in self._arrays.items()
-                if name.startswith(prefix)
-            },
-            self.settings,
-        )
-
-    def without(self, prefix: str) -> "Checkpoint":
-        """Return all arrays except those whose names begin with `prefix`."""
-        return Checkpoint(
-            {
-                name: array
-                for name, array in self._arrays.items()
-                if not name.startswith(prefix)
-            },
-            self.settings,
-        )
-
-    def __getitem__(self, name):
-        return self._arrays[name].read()
-
-    # That of `Mapping` would read the array.
-    def __contains__(self, name):
-        return name in self._arrays
-
-    def __iter__(self):
-        return iter(self._arrays)
-
-    def __len__(self):
-        return len(self._arrays)
-
-    def __repr__(self):
-        return f"<Checkpoint of {len(self)} arrays, {self.nbytes / 1e6:,.1f} MB>"
+    # Box of a slice, a tuple of `(start, stop)` for each axis -> number of a data file
+    shards: dict
 
 
 def read_sharded(prefix):
@@ -117,126 +65,198 @@ def read_sharded(prefix):
 
     All of it is checked before anything is returned: every array of the index must
     exist completely, once, and with its dtype. The memory for a damaged or hostile file
-    is bounded by its size plus that of an index (at most 16 MiB, 131,072 names, 65,536
-    slices). The format has no checksums: a flipped bit inside an array is a wrong
-    value, which no reader can detect.
+    is bounded by a multiple of the file. The format has no checksums: a flipped bit
+    inside an array is a wrong value, which no reader can detect.
 
     Source: V-MoE's released code (format of its checkpoints, version 20220622).
     """
     prefix = os.fspath(prefix)
     entries, shard_count = read_index(prefix)
-    # Data file -> number of the array -> its boxes according to the index
-    promised = collections.defaultdict(lambda: collections.defaultdict(set))
-    for number, entry in enumerate(entries):
-        for box, shard in entry.chunks.items():
-            promised[shard][number].add(box)
+    # For each array, box -> (path, offset)
     places = [{} for _ in entries]
-    for shard, boxes in sorted(promised.items()):
+    for shard in sorted({shard for e in entries for shard in e.shards.values()}):
         path = data_path(prefix, shard, shard_count)
-        with open_file(path) as (file, size):
-            stream = Stream(file, size, path)
-            for number, box, offset in _find_chunks(stream, entries, boxes):
-                places[number][box] = (path, offset)
+        with _open(path) as (file, size):
+            for number, box, offset in _find_slices(file, size, entries):
+                entry = entries[number]
+                if entry.shards.get(box) != shard or box in places[number]:
+                    raise ValueError(
+                        f"the slice {box} of {entry.name!r} is not in the index, or "
+                        "comes twice"
+                    )
+                places[number][box] = path, offset
+            for entry, found in zip(entries, places, strict=True):
+                if any(s == shard and b not in found for b, s in entry.shards.items()):
+                    raise ValueError(f"slices of {entry.name!r} are missing")
     return Checkpoint(
-        {entry.name: _lazy(entry, places[i]) for i, entry in enumerate(entries)}
+        {
+            entry.name: LazyArray(
+                entry.shape,
+                entry.dtype,
+                lambda entry=entry, found=found: _read_array(entry, found),
+            )
+            for entry, found in zip(entries, places, strict=True)
+        }
     )
 
 
-def _lazy(entry, places):
-    def read():
-        return _read_array(entry, places)
-
-    return LazyArray(entry.shape, entry.dtype, read)
+def data_path(prefix, shard, shard_count):
+    """Return the path of a data file, by its number."""
+    return f"{prefix}.data-{shard:05d}-of-{shard_count:05d}"
 
 
-def _find_chunks(stream, entries, promised):
-    """Yield array number, box and offset of each chunk in a data file.
+# === Index ===
 
-    Args:
-        stream: `Stream` of the file.
-        entries: list of `IndexEntry`.
-        promised: dict from array number to the boxes that must be found.
+
+def read_index(prefix):
+    """Return the entries of `PREFIX.index`, and the number of data files.
+
+    The entries are in the order in which data files number the arrays.
     """
-    seen = set()
-    for _ in range(stream.map_length()):
-        key = stream.value(str)
-        if key in seen:
-            raise stream.error(f"The key {key!r} comes twice")
-        seen.add(key)
-        if key == _MARKER:
-            if not stream.value(bool):
-                raise stream.error(f"{_MARKER} is not set")
-            continue
-        number = _array_number(stream, key, promised)
-        missing = promised[number]
-        for _ in range(stream.array_length()):
-            stream.array_length(2)
-            offset = stream.tell()
-            nbytes = 0
-            for piece in _pieces(stream, entries[number]):
-                nbytes += piece
-                stream.seek(stream.tell() + piece)
-            end = stream.enter_extension(SLICE_ND)
-            box = read_box(stream)
-            stream.check_end(end)
-            if box not in missing:
-                raise stream.error(
-                    f"The slice {box} of {entries[number].name!r} is not in the "
-                    "index, or comes twice"
-                )
-            missing.remove(box)
-            _check_nbytes(stream, entries[number], box, nbytes)
-            yield number, box, offset
-        if missing:
-            raise stream.error(f"Slices of {entries[number].name!r} are missing")
-    stream.check_end(stream.size)
-    absent = [entries[i].name for i in promised if str(i) not in seen]
-    if absent or _MARKER not in seen:
-        raise stream.error(f"Arrays are missing: {', '.join(absent[:5]) or 'all'}")
-
-
-def _array_number(stream, key, promised):
-    # Plain decimal digits: `int` alone would take " 7", "٧" and "0_7" as well.
-    if not (len(key) <= 6 and key.isascii() and key.isdigit() and key == str(int(key))):
-        raise stream.error(f"{key[:40]!r} is no number of an array")
-    if int(key) not in promised:
-        raise stream.error(f"Array {key} is not in the index")
-    return int(key)
-
-
-def _check_nbytes(stream, entry, box, nbytes):
-    extent = math.prod(stop - start for start, stop in box)
-    if nbytes != extent * entry.dtype.itemsize:
-        raise stream.error(
-            f"The slice {box} of {entry.name!r} takes {extent} values of "
-            f"{entry.dtype}, found {nbytes} bytes"
-        )
-
-
-def _pieces(stream, entry):
-    """Enter the pieces of a chunk one by one and yield their sizes in bytes.
-
-    The caller must move past the bytes of a piece before the next one.
-    """
-    count = stream.array_length()
-    if count > _MAX_PIECES:
-        raise stream.error(f"A slice of {entry.name!r} in {count} pieces")
-    for _ in range(count):
-        end = stream.enter_extension(NDARRAY)
-        stream.array_length(3)
-        stream.array_length(1)
-        length = stream.value(int)
-        if read_dtype(stream) != entry.dtype:
-            raise stream.error(f"{entry.name!r} is of dtype {entry.dtype} by the index")
-        data_end = stream.enter_binary()
-        nbytes = data_end - stream.tell()
-        if nbytes != length * entry.dtype.itemsize or not 0 < nbytes <= _MAX_PIECE:
-            raise stream.error(
-                f"A piece of {length} values of {entry.dtype} in {nbytes} bytes"
+    with _open(f"{prefix}.index") as (file, size):
+        if size > MAX_INDEX_BYTES:
+            raise ValueError(f"{size} bytes, where an index has at most 4 MiB")
+        root = _unpack(file.read())
+        if isinstance(root, dict) and "index" in root and "version" not in root:
+            raise ValueError(
+                "it has no version: it was written before 2022-06-22, when the order "
+                "of the arrays was not kept. The released checkpoints have been "
+                "replaced since"
             )
-        yield nbytes
-        stream.check_end(data_end)
-        stream.check_end(end)
+        match root:
+            case {
+                "version": version,
+                "shard_count": shards,
+                "index": dict(tree),
+                **more,
+            }:
+                if version != _VERSION or more or not is_whole_number(shards):
+                    raise ValueError(f"version {version!r}, {shards} files, {[*more]}")
+            case _:
+                raise ValueError("no map with version, shard_count and index")
+        if shards > _MAX_SHARDS:
+            raise ValueError(f"1 to {_MAX_SHARDS} data files, not {shards}")
+        leaves = dict(_leaves(tree))
+        return [_entry(path, leaves[path], shards) for path in sorted(leaves)], shards
+
+
+def _leaves(tree, path=()):
+    """Yield path and content of each leaf of a tree."""
+    if len(path) >= _MAX_DEPTH:
+        raise ValueError(f"a tree of over {_MAX_DEPTH} levels")
+    for key, value in tree.items():
+        below = (*path, key)
+        # Names are not used as paths of files here, but must be safe as such.
+        if key in ("", ".", "..") or not key.isprintable() or set("/\\") & set(key):
+            raise ValueError(f"{key[:40]!r} is no name of a parameter")
+        if len("/".join(below)) > _MAX_NAME:
+            raise ValueError(f"a name of over {_MAX_NAME} characters")
+        if isinstance(value, dict):
+            yield from _leaves(value, below)
+        else:
+            yield below, value
+
+
+def _entry(path, leaf, shard_count):
+    """Return the `_Entry` of a leaf, whose slices must fill the array exactly."""
+    name = "/".join(path)
+    about, boxes, shards = _unpack(_inside(leaf, _INDEX_ENTRY))
+    # The third is whether JAX may change the dtype in an operation, the fourth names
+    # of axes.
+    shape, dtype, _, axes = _unpack(about)
+    shape = tuple(shape)
+    sizes = len(shape) <= _MAX_AXES and all(is_whole_number(n, 0) for n in shape)
+    if not sizes or dtype not in _DTYPES or axes:
+        raise ValueError(
+            f"{name!r} has the shape {str(shape)[:80]}, dtype {str(dtype)[:20]!r} and "
+            f"names {str(axes)[:40]}"
+        )
+    boxes = [_read_box(box) for box in boxes]
+    entry = _Entry(name, shape, _DTYPES[dtype], dict(zip(boxes, shards, strict=True)))
+    if len(entry.shards) < len(boxes):
+        raise ValueError(f"a slice of {name!r} comes twice")
+    for box, shard in entry.shards.items():
+        inside = len(box) == len(shape) and all(
+            start < stop <= n or start == stop == n == 0
+            for (start, stop), n in zip(box, shape, strict=True)
+        )
+        if not inside or not is_whole_number(shard, 0) or shard >= shard_count:
+            raise ValueError(
+                f"the slice {box} in data file {shard} of {shard_count} is not one of "
+                f"{name!r}, {shape}"
+            )
+    if not _fill(shape, boxes):
+        raise ValueError(
+            f"the slices of {name!r} overlap, or leave a part of {shape} out"
+        )
+    return entry
+
+
+def _fill(shape, boxes):
+    """Return whether boxes inside an array fill it exactly, without overlap."""
+    if 0 in shape:
+        return boxes == [tuple((0, size) for size in shape)]
+    if sum(map(_volume, boxes)) != math.prod(shape):
+        return False
+    # (N, axes, 2)
+    bounds = np.array(boxes, "int64").reshape(len(boxes), len(shape), 2)
+    overlap = np.ones((len(boxes), len(boxes)), bool)
+    for axis in range(len(shape)):
+        starts, stops = bounds[:, axis, 0], bounds[:, axis, 1]
+        overlap &= (starts[:, None] < stops) & (starts < stops[:, None])
+    # Each with itself only
+    return np.count_nonzero(overlap) == len(boxes)
+
+
+def _volume(box):
+    return math.prod(stop - start for start, stop in box)
+
+
+# === Data files ===
+
+
+def _find_slices(file, size, entries):
+    """Yield array number, box and offset of each slice in a data file."""
+    unpacker = _unpacker(file)
+    numbers = {str(number): number for number in range(len(entries))}
+    is_marked = False
+    for _ in range(unpacker.read_map_header()):
+        key = unpacker.unpack()
+        if key == _MARKER:
+            is_marked = unpacker.unpack() is True
+            continue
+        if key not in numbers:
+            raise ValueError(f"the array {str(key)[:40]!r} is not in the index")
+        number = numbers[key]
+        entry = entries[number]
+        for _ in range(unpacker.read_array_header()):
+            if unpacker.read_array_header() != 2:
+                raise ValueError(f"a slice of {entry.name!r} is no pair")
+            offset = unpacker.tell()
+            nbytes = sum(map(len, _pieces(unpacker, entry)))
+            box = _read_box(_inside(unpacker.unpack(), _SLICE))
+            if nbytes != _volume(box) * entry.dtype.itemsize:
+                raise ValueError(
+                    f"the slice {box} of {entry.name!r} takes {_volume(box)} values of "
+                    f"{entry.dtype}, found {nbytes} bytes"
+                )
+            yield number, box, offset
+    if not is_marked or unpacker.tell() != size:
+        raise ValueError(f"no map with {_MARKER} and nothing after it")
+
+
+def _pieces(unpacker, entry):
+    """Yield the bytes of each piece of a slice."""
+    for _ in range(unpacker.read_array_header()):
+        match _unpack(_inside(unpacker.unpack(), _NDARRAY)):
+            case [[int(length)], entry.dtype.name, bytes(content)] if (
+                0 < len(content) == length * entry.dtype.itemsize
+            ):
+                yield content
+            case _:
+                raise ValueError(
+                    f"a piece of {entry.name!r} is no flat array of {entry.dtype}"
+                )
 
 
 def _read_array(entry, places):
@@ -244,19 +264,65 @@ def _read_array(entry, places):
     for box, (path, offset) in places.items():
         # With an ellipsis a scalar is a view as well.
         part = array[(*(slice(start, stop) for start, stop in box), ...)]
-        chunk = part if part.flags.c_contiguous else np.empty(part.shape, entry.dtype)
-        target = memoryview(chunk.reshape(-1).view(np.uint8))
-        with open_file(path) as (file, size):
-            stream = Stream(file, size, path)
-            stream.seek(offset)
-            position = 0
-            for nbytes in _pieces(stream, entry):
-                if position + nbytes > len(target):
-                    raise stream.error("The file has changed")
-                stream.copy_to(target[position : position + nbytes])
-                position += nbytes
-            if position < len(target):
-                raise stream.error("The file has changed")
-        if chunk is not part:
-            part[...] = chunk
+        with _open(path) as (file, _):
+            file.seek(offset)
+            content = b"".join(_pieces(_unpacker(file), entry))
+            part[...] = np.frombuffer(content, entry.dtype).reshape(part.shape)
     return array
+
+
+# === msgpack ===
+
+
+def _open(path):
+    return open_file(
+        path,
+        "a part of a V-MoE checkpoint, which is PREFIX.index and all of "
+        "PREFIX.data-00000-of-... in one place",
+    )
+
+
+def _unpacker(file):
+    """Return an `Unpacker` for values that are no arrays or maps."""
+    return msgpack.Unpacker(
+        file,
+        max_buffer_size=_MAX_PIECE + (1 << 21),
+        max_ext_len=_MAX_PIECE + (1 << 12),
+        max_str_len=_MAX_NAME,
+        max_array_len=0,
+        max_map_len=0,
+    )
+
+
+def _unpack(data):
+    """Return a packed object."""
+    return msgpack.unpackb(
+        data,
+        object_pairs_hook=_unique,
+        max_str_len=_MAX_NAME,
+        max_array_len=MAX_SLICES,
+        max_map_len=_MAX_NAMES,
+    )
+
+
+def _unique(pairs):
+    found = dict(pairs)
+    if len(found) < len(pairs) or not all(isinstance(key, str) for key in found):
+        raise ValueError("a name comes twice, or is no text")
+    return found
+
+
+def _inside(value, code):
+    """Return the content of an extension object."""
+    if not isinstance(value, msgpack.ExtType) or value.code != code:
+        raise ValueError(f"no extension object of type {code} where one is expected")
+    return value.data
+
+
+def _read_box(data):
+    """Return the `(start, stop)` for each axis of a packed slice."""
+    box = [_unpack(interval) for interval in _unpack(data)]
+    for start, stop, step in box:
+        if not is_whole_number(start, 0) or not is_whole_number(stop, 0) or step:
+            raise ValueError(f"a slice from {start} to {stop} in steps of {step}")
+    return tuple((start, stop) for start, stop, _ in box)

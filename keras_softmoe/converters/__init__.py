@@ -4,6 +4,9 @@ The examples of this module start with:
 
     >>> name = "vit_tiny_patch4_32_glyphs"
     >>> classifier = ksm.models.ViTMoEImageClassifier.from_preset(name)
+    >>> import keras_hub
+    >>> sizes = {"num_layers": 2, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 32}
+    >>> vit = keras_hub.models.ViTBackbone((32, 32, 3), patch_size=8, **sizes)
 """
 
 from keras_softmoe.checkpoints import (

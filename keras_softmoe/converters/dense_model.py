@@ -1,8 +1,7 @@
 """Dense Vision Transformers of this library from models and files of others.
 
-Files and models of other libraries are first read as a `Checkpoint` under V-MoE's names
-(`checkpoints/`, `keras_hub_params.py`). These functions find the kind of a source and
-make the model.
+Files and models are first read as a `Checkpoint` under V-MoE's names (`checkpoints/`,
+`keras_hub_params.py`).
 """
 
 import difflib
@@ -39,9 +38,10 @@ from keras_softmoe.models.image_preprocessor import (
 from keras_softmoe.models.vit import ViTMoEBackbone
 from keras_softmoe.models.vmoe_params import load_vmoe_params
 
-# Sources of a dense Vision Transformer, see `dense_model`.
+# Sources of a dense Vision Transformer, see `dense_model`
 Source: TypeAlias = str | os.PathLike | Checkpoint | keras.Model
 
+_PATH = str | os.PathLike
 _WEIGHTS = "model.safetensors"
 _HUGGING_FACE = "hf://"
 # Settings of our converter that another one determines.
@@ -65,26 +65,21 @@ def dense_model(
     `kaggle://...`) of it:
 
     - a model of this library, which is returned as it is;
-    - KerasHub's `ViTBackbone`, `ViTImageClassifier`, `DeiTBackbone`,
-      `DeiTImageClassifier`, `DINOV2Backbone` and `SigLIPVisionEncoder` (or the
-      `SigLIPBackbone` around it);
+    - KerasHub's ViT, DeiT, DINOv2 (backbones and image classifiers) and SigLIP;
     - an `.npz` file of an original Vision Transformer, AugReg or big_vision;
     - a `.safetensors` file of `timm` or `transformers` (ViT, DeiT, DINOv2, SigLIP).
 
-    The outputs are those of the source: activation, epsilon, layer scale and tokens in
-    front of the patches are the same. It takes the images of the source, which are not
-    in `[-1, 1]` for all of them: `image_preprocessor` converts pixels to these.
-    Dropout is off.
+    The outputs are those of the source, with dropout off. `image_preprocessor` converts
+    pixels to the images of the source, which are not in `[-1, 1]` for all of them.
 
     Args:
         source: a model, str or path, or the result of `read_checkpoint`, under V-MoE's
             names.
-        image_shape: `(height, width, channels)`. With another one than the source's its
-            positions are resampled as the source's own code does it, and the tokens in
-            front of the patches stay as they are. Files of models for images that are
-            no squares need it, as theirs.
+        image_shape: `(height, width, channels)`. If it differs from the source's,
+            position embeddings are resampled as in the source's code. Required for
+            files of models trained on images that are not square.
         head: bool, whether to keep the head for classes, if there is one.
-        **changes: settings that neither a file nor a `config.json` beside it tells:
+        **changes: settings that neither a file nor a `config.json` beside it has:
             `num_heads`, `activation`, `layer_norm_epsilon`, `position_resampling`,
             `pooling`, `position_embedding`, see `ViTMoEBackbone`.
 
@@ -94,8 +89,8 @@ def dense_model(
     Raises:
         CheckpointError: (a `ValueError`) if a file is missing, damaged or none of a
             plain Vision Transformer; the message lists the names that do not fit.
-        ValueError: if the source is unknown, cannot be fetched, or is a model that
-            needs parts that ours do not have (DINOv3, CLIP, MLPs with gates).
+        ValueError: if the source is unknown, cannot be fetched, or is a model with
+            unsupported parts (DINOv3, CLIP, MLPs with gates).
 
     Examples:
         >>> vit = ksm.converters.dense_model("vit_tiny_patch4_32_glyphs")
@@ -108,7 +103,7 @@ def dense_model(
     elif changes:
         raise ValueError(
             "A keras_softmoe model takes no conversion arguments. Received: "
-            f"{', '.join(changes)} for source={source!r}. Leave these arguments out."
+            f"{', '.join(changes)} for source={source!r}."
         )
     if not head:
         model = getattr(model, "backbone", model)
@@ -129,9 +124,8 @@ def image_preprocessor(
             sets it to the size of its backbone if it is given.
 
     Returns:
-        `ViTMoEImageClassifierPreprocessor`: that of the source (a classifier or preset
-        of KerasHub, or of a `preprocessor_config.json` beside a file), or one
-        that maps pixels to `[-1, 1]`.
+        `ViTMoEImageClassifierPreprocessor`: that of the source, or one that maps pixels
+        to `[-1, 1]`.
 
     Raises:
         ValueError: as `dense_model`.
@@ -144,7 +138,7 @@ def image_preprocessor(
 
 
 def _converted(source, image_shape, head, changes):
-    """Make a model of this library from a source of another one."""
+    """Create a model of this library from a source of another one."""
     changes, activation = dict(changes), None
     if isinstance(source, Checkpoint):
         checkpoint = source
@@ -167,9 +161,11 @@ def _converted(source, image_shape, head, changes):
     if any(name.startswith("head/") for name in checkpoint):
         # The classifier sets the size.
         preprocessor = image_preprocessor(source, (1, 1))
+    # Otherwise the positions are resampled in the model.
+    fits = image_shape and fits_positions(checkpoint.shapes, image_shape)
     model, _ = model_for(
         checkpoint,
-        image_shape=_native_shape(checkpoint, image_shape),
+        image_shape=image_shape if fits else None,
         preprocessor=preprocessor,
         activation=activation,
         **changes,
@@ -178,15 +174,8 @@ def _converted(source, image_shape, head, changes):
     return model
 
 
-def _native_shape(checkpoint, image_shape):
-    """Return the given shape of images if the parameters are for it."""
-    if image_shape is None:
-        return None
-    return image_shape if fits_positions(checkpoint.shapes, image_shape) else None
-
-
 def _at_resolution(model, image_shape):
-    """Make the same model for images of another shape."""
+    """Return a copy of a model for images of another shape."""
     backbone = getattr(model, "backbone", model)
     new = new_backbone = type(backbone).from_config(
         {**backbone.get_config(), "image_shape": image_shape}
@@ -228,15 +217,12 @@ def own_model(source):
 
 
 def find_file(source):
-    """Return the path of the file of weights of a source, or `None`.
-
-    Args:
-        source: str or path, or a model, which has none.
+    """Return the path of the file of weights of a source, `None` if it has none.
 
     Raises:
         ValueError: if it is a file or a directory of another kind.
     """
-    if not _is_path(source):
+    if not isinstance(source, _PATH):
         return None
     source = _downloaded(os.fspath(source))
     path = Path(source)
@@ -259,24 +245,28 @@ def find_file(source):
 
 
 def from_keras_hub(source):
-    """Return a model of KerasHub.
-
-    Args:
-        source: such a model, or the name, directory or handle of a preset.
+    """Return a model of KerasHub, given or named by a preset.
 
     Raises:
         ValueError: if there is no such preset, or it cannot be loaded.
     """
     if isinstance(source, keras.layers.Layer):
         return source
-    if not _is_path(source):
+    if not isinstance(source, _PATH):
         raise ValueError(
-            "A source is a model, a name or a path. Received: source="
+            "`source` must be a model, a name or a path. Received: source="
             f"{type(source).__name__}."
         )
     name = os.fspath(source)
-    if not (catalogue.is_handle(name) or Path(name).is_dir()):
-        _check_preset_name(name)
+    classes = (*SUPPORTED, "SigLIPBackbone")
+    known = [n for cls in classes for n in getattr(keras_hub.models, cls).presets]
+    if name not in known and not catalogue.is_handle(name) and not Path(name).is_dir():
+        near = difflib.get_close_matches(name, [*known, *catalogue.names()], n=3)
+        hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+        raise ValueError(
+            "`source` must be a preset of this library or of KerasHub, or a path that "
+            f"exists. Received: source={name!r}.{hint}"
+        )
     try:
         try:
             return keras_hub.models.ImageClassifier.from_preset(name)
@@ -285,22 +275,24 @@ def from_keras_hub(source):
             return keras_hub.models.Backbone.from_preset(name)
     except Exception as error:
         raise ValueError(
-            f"KerasHub could not load {name!r}. Where there is a network, load and "
-            "save it: `keras_hub.models.Backbone.from_preset(...)"
-            '.save_to_preset("FOLDER")`, and give that folder as the source. Reason: '
-            f"{type(error).__name__}: {error}"
+            f"KerasHub could not load {name!r}. Without a network, pass a folder to "
+            "which `keras_hub.models.Backbone.from_preset(...).save_to_preset(FOLDER)` "
+            f"has saved it elsewhere. Reason: {type(error).__name__}: {error}"
         ) from error
 
 
 def converter_settings(source):
     """Return the arguments of a `ViTMoEImageConverter` for the images of a source."""
-    if _is_path(source):
+    if isinstance(source, _PATH):
         if _is_own_preset(source):
             converter = ViTMoEImageConverter.from_preset(str(source))
         elif (path := find_file(source)) is not None:
             return _settings_beside(path)
         else:
-            converter = _converter_of_keras_hub(source)
+            try:
+                converter = keras_hub.layers.ImageConverter.from_preset(str(source))
+            except (ValueError, OSError):
+                converter = None
     else:
         preprocessor = getattr(source, "preprocessor", None)
         converter = getattr(preprocessor, "image_converter", None)
@@ -308,14 +300,6 @@ def converter_settings(source):
         return {}
     config = converter.get_config()
     return {name: config[name] for name in _CONVERTER if name in config}
-
-
-def _converter_of_keras_hub(preset):
-    """Return the image converter of a preset, or `None`."""
-    try:
-        return keras_hub.layers.ImageConverter.from_preset(os.fspath(preset))
-    except (ValueError, OSError):
-        return None
 
 
 def _settings_beside(path):
@@ -339,13 +323,9 @@ def _settings_beside(path):
         ) from error
 
 
-def _is_path(source):
-    return isinstance(source, str | os.PathLike)
-
-
 def _is_own_preset(source):
     """Return whether a source is the name or directory of our preset."""
-    if not _is_path(source) or catalogue.is_handle(source):
+    if not isinstance(source, _PATH) or catalogue.is_handle(source):
         return False
     if _registered_name(str(source)).startswith("keras_softmoe>"):
         return True
@@ -375,26 +355,8 @@ def _downloaded(source):
             return folder
     except Exception as error:
         raise ValueError(
-            f"{source!r} could not be fetched. Where there is a network, download "
-            f"{_WEIGHTS} and the .json files of the repository to a folder, and give "
-            f"that folder as the source. Reason: {type(error).__name__}: {error}"
+            f"{source!r} could not be fetched. Without a network, pass a folder with "
+            f"{_WEIGHTS} and the .json files of the repository. Reason: "
+            f"{type(error).__name__}: {error}"
         ) from error
     return source
-
-
-def _check_preset_name(name):
-    """Raise unless a name is that of a supported preset of KerasHub."""
-    known = [n for cls in SUPPORTED for n in _presets(cls)]
-    known += _presets("SigLIPBackbone")
-    if name in known:
-        return
-    near = difflib.get_close_matches(name, [*known, *catalogue.names()], n=3)
-    raise ValueError(
-        f"There is no such source. Received: source={name!r}, which is neither a "
-        "preset of this library or of KerasHub, nor a path that exists. "
-        + (f"Did you mean {' or '.join(map(repr, near))}?" if near else "")
-    )
-
-
-def _presets(cls):
-    return list(getattr(keras_hub.models, cls).presets)

@@ -6,6 +6,7 @@ variable's path to V-MoE's name.
 
 import re
 from collections import Counter
+from functools import partial
 
 import keras
 import keras_hub
@@ -65,6 +66,7 @@ def _block(theirs, first_norm, second_norm, attention, mlp):
 
 _HEAD = (*_same("predictions", "head"), *_same("pre_logits", "pre_logits"))
 _NUMBERED = r"transformer_block_(\d+)"
+_FC = ("mlp/fc1", "mlp/fc2")
 _VIT = (
     *_same("patch_embedding", "embedding"),
     (_ANY + "class_token", "cls", token),
@@ -82,7 +84,6 @@ _DEIT = (
     *_norm("encoder/ln", "Encoder/encoder_norm"),
     *_HEAD,
 )
-_DINO_BLOCK = r"layers_(\d+)"
 _DINOV2 = (
     *_same("patch_embeddings/projection", "embedding"),
     (_ANY + "cls_token", "cls", token),
@@ -91,32 +92,16 @@ _DINOV2 = (
     # The table that is interpolated when weights are loaded, and the token for training
     # on masked images.
     (_ANY + r"(?:position_embeddings|mask_token)", None, same),
-    *_block(
-        _DINO_BLOCK, "norm1", "norm2", "attention/attention", ("mlp/fc1", "mlp/fc2")
-    ),
-    (
-        _ANY + _DINO_BLOCK + "/layer_scale1/lambda1",
-        _OURS + "LayerScale_0/scale",
-        same,
-    ),
-    (
-        _ANY + _DINO_BLOCK + "/layer_scale2/lambda1",
-        _OURS + "LayerScale_1/scale",
-        same,
-    ),
+    *_block(r"layers_(\d+)", "norm1", "norm2", "attention/attention", _FC),
+    (_ANY + r"layers_(\d+)/layer_scale1/lambda1", _OURS + "LayerScale_0/scale", same),
+    (_ANY + r"layers_(\d+)/layer_scale2/lambda1", _OURS + "LayerScale_1/scale", same),
     *_norm("layernorm", "Encoder/encoder_norm"),
 )
 _SIGLIP = (
     *_same("patch_embedding", "embedding"),
     (_ANY + "position_embedding/embeddings", "positions", token),
     (_ANY + "position_ids", None, same),
-    *_block(
-        r"encoder_block_(\d+)",
-        "layer_norm1",
-        "layer_norm2",
-        "self_attn",
-        ("mlp/fc1", "mlp/fc2"),
-    ),
+    *_block(r"encoder_block_(\d+)", "layer_norm1", "layer_norm2", "self_attn", _FC),
     *_norm("post_layer_norm", "Encoder/encoder_norm"),
     # It has no name of its own.
     (_ANY + r"head/variable(?:_\d+)?", "MapHead/probe", token),
@@ -140,18 +125,8 @@ _REFUSED = {
     "CLIPBackbone": "a normalization before the first block, and QuickGELU",
 }
 _ACTIVATIONS = {"gelu_approximate": "gelu_tanh", "gelu": "gelu"}
-# In float32 the difference of two as small ones is not visible in a variance.
+# In float32 the difference between smaller ones is not visible in a variance.
 _SMALL_EPSILON = 1e-5
-
-
-def backbone_of(model):
-    """Return the Vision Transformer in a KerasHub model, or another backbone.
-
-    Args:
-        model: backbone, image classifier or two-tower model of KerasHub.
-    """
-    backbone = getattr(model, "backbone", model)
-    return getattr(backbone, "vision_encoder", backbone)
 
 
 def read_keras_hub(model):
@@ -171,21 +146,31 @@ def read_keras_hub(model):
             variables that no rule names (a quantized or LoRA-adapted model, for
             example).
     """
-    backbone = backbone_of(model)
+    backbone = getattr(model, "backbone", model)
+    backbone = getattr(backbone, "vision_encoder", backbone)
     name = _class_name(backbone)
     rules, first_block, activation = SUPPORTED[name]
     if getattr(backbone, "use_swiglu_ffn", False):
-        raise ValueError(_needs(model, "MLPs with gates (SwiGLU)"))
+        _refuse(model, "MLPs with gates (SwiGLU)")
     if activation is None:
         activation = _ACTIVATIONS.get(backbone.intermediate_activation)
         if activation is None:
-            raise ValueError(
-                _needs(model, f"the activation {backbone.intermediate_activation!r}")
-            )
-    owner = model if _is_classifier(model) else backbone
-    arrays = {variable.path: _lazy(variable) for variable in owner.weights}
+            _refuse(model, f"the activation {backbone.intermediate_activation!r}")
+    is_classifier = isinstance(model, keras_hub.models.ImageClassifier)
+    owner = model if is_classifier else backbone
+    arrays = {
+        v.path: LazyArray(tuple(v.shape), np.dtype("float32"), partial(_read, v))
+        for v in owner.weights
+    }
     arrays = translate(arrays, rules, f"the {name}", backbone.num_heads)
-    arrays = {_renumbered(name, first_block): a for name, a in arrays.items()}
+
+    def renumber(match):
+        return f"encoderblock_{int(match[1]) - first_block}"
+
+    arrays = {
+        re.sub(r"encoderblock_(\d+)", renumber, name): array
+        for name, array in arrays.items()
+    }
     image_shape = _image_shape(backbone)
     patches = count_patches(image_shape, pair(backbone.patch_size))
     covered = sum(name in arrays for name in ("cls", "distillation_token"))
@@ -199,14 +184,9 @@ def read_keras_hub(model):
         settings["position_resampling"] = "bicubic_antialias"
     if hasattr(backbone, "layer_scale_init_value"):
         settings["layer_scale"] = backbone.layer_scale_init_value
-    if _is_classifier(model) and (model.pooling == "gap") == ("cls" in arrays):
-        raise ValueError(
-            _needs(
-                model,
-                f"pooling={model.pooling!r} of tokens that are "
-                f"{'' if 'cls' in arrays else 'not '}led by a class token",
-            )
-        )
+    if is_classifier and (model.pooling == "gap") == ("cls" in arrays):
+        led = "led" if "cls" in arrays else "not led"
+        _refuse(model, f"pooling={model.pooling!r} of tokens {led} by a class token")
     return Checkpoint(place_tokens(arrays, (covered,), patches), settings)
 
 
@@ -218,39 +198,23 @@ def _class_name(backbone):
     for name, missing in _REFUSED.items():
         cls = getattr(keras_hub.models, name, None)
         if cls is not None and isinstance(backbone, cls):
-            raise ValueError(_needs(backbone, missing))
+            _refuse(backbone, missing)
     raise ValueError(
         "The source must be a dense Vision Transformer of this library, or KerasHub's "
         f"{', '.join(SUPPORTED)}. Received: {type(backbone).__name__}."
     )
 
 
-def _needs(model, missing):
-    return (
+def _refuse(model, missing):
+    raise ValueError(
         f"A {type(model).__name__} cannot become a model of this library, which lacks "
-        f"{missing}. Supported are KerasHub's "
-        f"{', '.join(SUPPORTED)} with plain MLPs."
+        f"{missing}. Supported are KerasHub's {', '.join(SUPPORTED)} with plain MLPs."
     )
 
 
-def _is_classifier(model):
-    return isinstance(model, keras_hub.models.ImageClassifier)
-
-
-def _renumbered(name, first_block):
-    def shift(match):
-        return f"encoderblock_{int(match[1]) - first_block}"
-
-    return re.sub(r"encoderblock_(\d+)", shift, name)
-
-
-def _lazy(variable):
-    def read():
-        value = ops.convert_to_numpy(variable.value)
-        # A copy: NumPy may share the memory of the variable, and JAX deletes that.
-        return np.array(value)
-
-    return LazyArray(tuple(variable.shape), np.dtype("float32"), read)
+def _read(variable):
+    # A copy: NumPy may share the memory of the variable, and JAX deletes that.
+    return np.array(ops.convert_to_numpy(variable.value))
 
 
 def _image_shape(backbone):
@@ -259,9 +223,7 @@ def _image_shape(backbone):
     (KerasHub's convolutions ignore the remainder at the right and at the bottom.)
     """
     shape = tuple(backbone.image_shape)
-    formats = {
-        getattr(layer, "data_format", None) for layer in flatten_layers(backbone)
-    }
+    formats = [getattr(x, "data_format", None) for x in flatten_layers(backbone)]
     if "channels_first" in formats:
         shape = (*shape[1:], shape[0])
     rows, columns = pair(backbone.patch_size)
@@ -269,14 +231,12 @@ def _image_shape(backbone):
 
 
 def _epsilon(model, backbone):
-    """Return the epsilon of most normalizations, if the others are as small."""
+    """Return the epsilon of most normalizations; others may differ if all are small."""
     epsilons = Counter(
         layer.epsilon
         for layer in flatten_layers(backbone)
         if isinstance(layer, keras.layers.LayerNormalization)
     )
     if len(epsilons) > 1 and max(epsilons) > _SMALL_EPSILON:
-        raise ValueError(
-            _needs(model, f"normalizations of different epsilon, {sorted(epsilons)}")
-        )
+        _refuse(model, f"normalizations of different epsilon, {sorted(epsilons)}")
     return float(epsilons.most_common(1)[0][0])

@@ -1,4 +1,4 @@
-"""A model with experts becomes a dense one."""
+"""Conversion of a model with experts to a dense one."""
 
 import keras
 import numpy as np
@@ -8,9 +8,8 @@ from keras_softmoe.checks import check_whole_numbers, quote
 from keras_softmoe.keras_adapter.surgery import renew_parameters, sublayers
 from keras_softmoe.layers import Experts
 from keras_softmoe.models.backbone import MoEBackbone
-from keras_softmoe.models.with_experts.copies import task_with
+from keras_softmoe.models.with_experts.copies import describe_layers, task_with
 from keras_softmoe.models.with_experts.experts_from_mlps import Chain, plain_mlp
-from keras_softmoe.models.with_experts.layers_of_models import describe_layers
 from keras_softmoe.models.with_experts.mlp_sites import find_sites, sites_at
 from keras_softmoe.models.with_experts.model import ModelWithExperts
 from keras_softmoe.ops import DenseRouting, to_dense
@@ -21,48 +20,32 @@ from keras_softmoe.types import Data
 def to_dense_model(
     model: keras.Model, data: Data = None, batch_size: int = 32, verbose: int = 1
 ) -> keras.Model:
-    """Turn a model with experts into a dense one, to be distilled or fine-tuned.
+    """Convert a model with experts to a dense one, to be distilled or fine-tuned.
 
-    Each mixture of experts becomes one MLP. Its weights are the mean of those of the
-    experts, weighted by their load on the data: the tokens that each expert takes. (Of
-    a soft router and of LIMoE's it is the sum of the combine weights.) All else is
-    copied. In models of this library a shared expert is added: the MLP has the hidden
-    units of both. As all MLPs of a model have one width, the others get as many units
-    more, with output weights of zero at first.
-
-    The outputs are those of the model only if its experts are equal and the
-    gates of each token sum to one; otherwise train the result, for example on the
-    outputs of the model. The model that is passed in stays as it is.
+    Each mixture of experts becomes one MLP, with the mean of the weights of its experts
+    (with a shared expert: the hidden units of both). All else is copied, and the model
+    that is passed in is not changed. The outputs are the same only if the experts are
+    equal and the gates of each token sum to one.
 
     Args:
         model: a model from `add_experts`, a `ViTMoEBackbone`, `TextMoEBackbone` or
-            `LIMoEBackbone`, or an image classifier or task of KerasHub with one of
-            these.
-        data: inputs of the backbone, an array or a dict of arrays: some hundred. `None`
-            for the plain mean of the experts.
+            `LIMoEBackbone`, or a task with one of these.
+        data: inputs of the backbone, an array or a dict of arrays: some hundred. The
+            mean is weighted by the tokens of each expert (for soft routers and LIMoE's:
+            by the sum of the combine weights). `None` for the plain mean.
         batch_size: int, inputs at a time.
         verbose: 0 or 1, whether to print the difference in features.
 
     Returns:
-        A dense model: of `add_experts`' models the class that was passed to it, of
-        other models the same class. With data it has the attribute
-        `feature_difference`, a float: the norm of the difference of all outputs of the
-        two backbones, over the norm of those of the given one.
+        A dense model: for a model from `add_experts` of the original class, otherwise
+        of the same class. With data it has the attribute `feature_difference`, a float:
+        the norm of the difference in outputs over the norm of the outputs.
 
     Raises:
         ValueError: if the model has no experts, parts of MLPs as experts, LoRA factors
-            or quantized weights, or is one of `add_experts` with shared experts.
+            or quantized weights, or is from `add_experts` with shared experts.
 
     Examples:
-        >>> import keras_hub
-        >>> vit = keras_hub.models.ViTBackbone(
-        ...     image_shape=(32, 32, 3),
-        ...     patch_size=8,
-        ...     num_layers=2,
-        ...     num_heads=2,
-        ...     hidden_dim=16,
-        ...     mlp_dim=32,
-        ... )
         >>> router = ksm.routers.SoftRouter(num_experts=4)
         >>> soft = ksm.converters.add_experts(vit, (1,), router, verbose=0)
         >>> images = np.random.uniform(size=(4, 32, 32, 3))
@@ -78,19 +61,12 @@ def to_dense_model(
         dense = _dense_of_any(backbone, shares)
     else:
         dense = _dense_of_ours(backbone, shares)
-    difference = None
+    note, difference = "plain means of their experts. Pass `data` to weight them.", None
     if data is not None:
         difference = _difference(backbone, dense, data, batch_size)
+        note = f"features differ by {100 * difference:.3g} % (of their norm)."
     if verbose:
-        print(
-            f"{len(mixtures)} mixtures of {backbone.name!r} became MLPs: "
-            + (
-                "plain means of their experts. Pass `data` to weight them, and to see "
-                "the difference."
-                if difference is None
-                else f"features differ by {100 * difference:.3g} % (of their norm)."
-            )
-        )
+        print(f"{len(mixtures)} mixtures of {backbone.name!r} became MLPs: {note}")
     if backbone is not model:
         dense = task_with(model, dense)
     renew_parameters(dense)
@@ -107,29 +83,27 @@ def _mixtures(model, backbone):
         mixtures = {block: backbone.blocks[block].moe for block in backbone.moe_layers}
     else:
         raise ValueError(
-            "Dense models are made of models from `add_experts`, of the backbones "
-            "with blocks of this library, and of tasks with one of these. Received: "
-            f"model={quote(model)}. Of two towers take each by itself."
+            "`model` must be a model from `add_experts`, a backbone with blocks of "
+            "this library, or a task with one; of two towers pass each on its own. "
+            f"Received: model={quote(model)}."
         )
     if not mixtures:
         raise ValueError(
             f"The model has no experts, it is dense. Received: model={quote(model)}."
         )
-    if isinstance(backbone, ModelWithExperts):
-        for block, moe in mixtures.items():
-            if moe.shared_mlp_dim:
-                raise ValueError(
-                    "An MLP with the units of a shared expert and of the mean of the "
-                    "others does not fit into the class of the dense model. Received: "
-                    f"shared_mlp_dim={moe.shared_mlp_dim} in block {block} of a model "
-                    'from `add_experts`. Take `start="copies"` there, or a model of '
-                    "this library (`ksm.converters.upcycle`)."
-                )
+    for block, moe in mixtures.items():
+        if isinstance(backbone, ModelWithExperts) and moe.shared_mlp_dim:
+            raise ValueError(
+                "An MLP with the units of a shared expert and of the mean of the "
+                "others does not fit into the class of the dense model. Received: "
+                f"shared_mlp_dim={moe.shared_mlp_dim} in block {block} of a model "
+                "from `add_experts`."
+            )
     if getattr(backbone, "expert_mlp_dim", None):
         raise ValueError(
-            "The mean of experts has their width, which the dense model has not. "
+            "The mean of experts must be as wide as an MLP of the dense model. "
             f"Received: a model with expert_mlp_dim={backbone.expert_mlp_dim}, whose "
-            "experts are parts of an MLP. Take a model that was made with `split=1`."
+            "experts are parts of an MLP."
         )
     changed = [
         layer.path
@@ -139,10 +113,9 @@ def _mixtures(model, backbone):
     ]
     if changed:
         raise ValueError(
-            "Means are those of weights in floats, without LoRA factors. Received: a "
-            f"model with {len(changed)} changed layers, such as {changed[0]!r}. Merge "
-            "the factors first (`ksm.models.merge_lora`), or take the model as it was "
-            "before `quantize`."
+            "Weights must be floats without LoRA factors. Received: a model with "
+            f"{len(changed)} changed layers, such as {changed[0]!r}. Merge the factors "
+            "first (`ksm.models.merge_lora`), or use the model before `quantize`."
         )
     return mixtures
 
@@ -246,8 +219,17 @@ def _dense_of_ours(sparse, shares):
     # The layers of both have the same names, apart from MLPs and mixtures.
     sources = {weight.path: weight for weight in sparse.weights}
     for weight in dense.weights:
-        if weight.path in sources:
-            _assign_first_units(weight, ops.convert_to_numpy(sources[weight.path]))
+        if weight.path not in sources:
+            continue
+        value = ops.convert_to_numpy(sources[weight.path])
+        if tuple(weight.shape) != value.shape:
+            # An MLP with more units computes the same if their output weights are 0.
+            whole = np.array(ops.convert_to_numpy(weight))
+            if weight.path.endswith("output_dense/kernel"):
+                whole[:] = 0
+            whole[tuple(map(slice, value.shape))] = value
+            value = whole
+        weight.assign(value)
     for block, share in shares.items():
         mlp, moe = dense.blocks[block].mlp, sparse.blocks[block].moe
         means = _mean_mlp(moe.experts, share)
@@ -259,41 +241,21 @@ def _dense_of_ours(sparse, shares):
     return dense
 
 
-def _assign_first_units(weight, value):
-    """Assign a weight; of an MLP with more units, so that it computes the same.
-
-    The others keep their initial weights, but those of the output are zero.
-    """
-    if tuple(weight.shape) != value.shape:
-        whole = np.array(ops.convert_to_numpy(weight))
-        if weight.path.endswith("output_dense/kernel"):
-            whole[:] = 0
-        whole[tuple(map(slice, value.shape))] = value
-        value = whole
-    weight.assign(value)
-
-
 def _sum_of_mlps(shared, means):
     """Return the weights of the MLP that computes the sum of two.
 
     Args:
         shared: `layers.MLP`, whose hidden units come first.
         means: dict, as from `_mean_mlp`, of the other one.
-
-    Returns:
-        dict like `means`.
     """
     found = {}
     for name, (kernel, bias) in means.items():
-        layer = getattr(shared, name)
-        first = ops.convert_to_numpy(layer.kernel), ops.convert_to_numpy(layer.bias)
-        if name == "output_dense":
-            found[name] = np.concatenate((first[0], kernel), axis=0), first[1] + bias
-        else:
-            found[name] = (
-                np.concatenate((first[0], kernel), axis=-1),
-                np.concatenate((first[1], bias)),
-            )
+        layer, is_last = getattr(shared, name), name == "output_dense"
+        first, first_bias = map(ops.convert_to_numpy, (layer.kernel, layer.bias))
+        found[name] = (
+            np.concatenate((first, kernel), axis=0 if is_last else -1),
+            first_bias + bias if is_last else np.concatenate((first_bias, bias)),
+        )
     return found
 
 

@@ -47,110 +47,47 @@ def upcycle(
 ) -> keras.Model:
     """Convert a dense model into a mixture of experts initialized from its weights.
 
-    Each expert of a block in `moe_layers` begins as a copy of that block's MLP, and all
-    other weights are copied. `start` sets the initial routers, and whether the experts
-    differ:
-
-    - `"copies"`: the experts are equal, the routers new, with random weights.
-    - `"shared"`: the MLP is kept as a shared expert, which computes every token
-      (`shared_mlp_dim` of `layers.MoE`). The others are copies whose output kernel and
-      bias are zero, and the routers new.
-    - `"clusters"`: the inputs of the dense MLP for some images are clustered, with as
-      many clusters as experts (for a soft router: slots). The centroids become the
-      router's weights, so that each expert gets the tokens of its cluster. Both kernels
-      of an expert are replaced by those of lowest rank that keep a share `energy` of
-      the squares of their outputs for the tokens of the cluster.
-    - `"positions"`, for soft routers only: each slot takes the token of one position
-      and returns its output there, as far as the tokens reveal their positions. With
-      fewer slots than tokens, neighbours share one.
-
-    With `split=m` experts are fine-grained: the hidden units of the MLP are divided
-    among `m` experts, of `mlp_dim / m` units each, and there are `num_experts / m`
-    copies of these. The `m` parts of a copy have equal router weights, so that tokens
-    choose them together, and output kernels times `m`: their mean is the MLP.
-
-    From `"shared"` the new model has the outputs of the dense one at first, with any
-    router. Otherwise the router decides it, if all experts of a block are equal
-    (`"copies"` without noise, or `energy=1`):
-
-    - `IdentityRouter`: yes, exactly. Every token visits one expert, with weight 1.
-    - Token choice: yes, if the gates of a token sum to one and no choice is dropped.
-      They do with `normalize_gates=True`, or if every token chooses all experts. To
-      drop nothing takes `capacity_factor=None` (or `num_experts /
-      num_selected_experts`, room for every token at every expert). With other gates a
-      token gets its MLP's output times the sum of its gates, with less room possibly
-      nothing. From clusters the gate of one choice is near `confidence` without that;
-      from random weights it is small. With `split=m`, `num_selected_experts` must be a
-      multiple of `m`.
-    - Expert choice: only with `capacity_factor=num_experts`, where every expert takes
-      all tokens. Otherwise tokens are taken by different numbers of experts, and a
-      token that none takes gets zeros.
-    - Soft routing: never exactly. An expert sees averages of tokens, and the MLP of an
-      average is not the average of MLPs: its GELU is not linear. With random weights
-      every slot is about the mean of the image. From clusters (with `energy=1`) a slot
-      is the mean of similar tokens, from positions nearly a single token. Which is
-      closer depends on the model: try both.
-
-    Otherwise, some training restores the quality.
+    Each expert of a block begins as a copy of the block's MLP; all other weights are
+    copied. The outputs stay the same with `start="shared"`, with `IdentityRouter`, with
+    token choice of `capacity_factor=None, normalize_gates=True`, and with expert choice
+    of `capacity_factor=num_experts`.
 
     Args:
         dense: a `ViTMoEBackbone` without experts, or an image classifier on one, which
-            is not changed. Or another source of `dense_model`: a preset name of this
-            library or of KerasHub, a model of KerasHub, a file, a directory or a
-            handle.
+            is not changed. Or another source of `dense_model`.
         moe_layers: tuple of int, the blocks (counted from 0) that get experts.
-        router: a router from `keras_softmoe.routers`, a template; or a list of them,
-            one for each of those blocks.
-        start: `"copies"`, `"shared"`, `"clusters"` or `"positions"`.
-        split: int, the experts into which an MLP is divided. It must divide the MLP's
-            width and the number of experts. For `"copies"` and `"shared"`.
+        router: a router, a template; or a list with one for each of those blocks.
+        start: `"copies"`; `"shared"`, the MLP as a shared expert and others with output
+            zero; `"clusters"`, routers and low-rank experts from clusters of the MLP's
+            inputs; `"positions"`, slots of a soft router from positions of tokens.
+        split: int, the fine-grained experts into which an MLP is divided, for
+            `"copies"` and `"shared"`. It divides the MLP's width and `num_experts`.
         images: `(B, height, width, channels)` array of some hundred images, for the
-            last two: pixels from 0 to 255 for a classifier, which prepares them, and
-            as the backbone takes them for a backbone. The tokens of all of them are
-            kept in memory, `4 * B * S * D` bytes for each block.
-        noise_std: float, standard deviation of normal noise on the kernels of the
-            experts, in units of that of each kernel itself. 0 adds none.
-        energy: float in (0, 1], for `"clusters"`. With 1 the experts stay copies.
-        confidence: float under 1, for the last two: the mean, over the tokens, of the
-            probability of their first choice (of a soft router the largest combine
-            weight), to which the router's weights are scaled. A higher confidence makes
-            the router's gradient smaller.
-        seed: int, of noise and clusters. (Random weights follow
-            `keras.utils.set_random_seed`.)
-        **moe_settings: other arguments of `layers.MoE`: `group_images`, `dispatcher`,
-            `expert_dropout_rate`, ... Those that are not given have its defaults.
+            last two starts: pixels from 0 to 255 for a classifier.
+        noise_std: float, normal noise on the kernels of the experts, in units of the
+            standard deviation of each kernel.
+        energy: float in (0, 1], for `"clusters"`: the share of the squares of its
+            outputs that a low-rank kernel keeps.
+        confidence: float under 1, for the last two starts: the mean probability of a
+            token's first choice, which sets the scale of the router's weights.
+        seed: int, of noise and clusters.
+        **moe_settings: other arguments of `layers.MoE`.
 
     Returns:
         A model of the same class.
 
     Raises:
-        ValueError: if `dense` has experts already, `moe_layers` and `router` do not fit
-            it, images are missing, too few or not needed, the router does not support
-            the start, or another argument is not among the accepted values.
+        ValueError: if `dense` has experts already, the router does not fit, or images
+            are missing, too few or not needed.
 
-    Source: Komatsuzaki et al. 2023 (Sparse Upcycling), section 3; for clusters Chu et
-    al. 2026 (Cluster-aware Upcycling, arXiv 2604.13508), whose steps were taken from
-    its abstract and from summaries of it. Differences from those: the decomposition is
-    computed without whitening the tokens by a Cholesky factor and back, from the
-    singular vectors of the kernel's outputs, which gives the same kernel (see
-    `truncated_kernel`) also where the tokens of a cluster span less than the width; the
-    centroids are scaled to a `confidence` instead of to length one; and
-    its loss, the distillation from a running average of the model with all experts in
-    use, is a matter of training and left out. Equal router weights for the parts of a
-    copy: He et al. 2024 (arXiv 2410.07524), "virtual groups". Positions and the shared
-    start are ours.
+    Source: Komatsuzaki et al. 2023 (Sparse Upcycling), section 3; clusters: Chu et al.
+    2026 (arXiv 2604.13508), abstract; `split`: He et al. 2024 (arXiv 2410.07524).
 
     Examples:
         >>> router = ksm.routers.SoftmaxTokenChoiceRouter(
         ...     4, num_selected_experts=2, capacity_factor=4.0, normalize_gates=True
         ... )
-        >>> sparse = ksm.converters.upcycle(
-        ...     classifier, moe_layers=(1, 3), router=router
-        ... )
-        >>> images, *_ = ksm.datasets.sample("glyphs", 8)
-        >>> clustered = ksm.converters.upcycle(
-        ...     classifier, (1, 3), router, start="clusters", images=images
-        ... )
+        >>> sparse = ksm.converters.upcycle(classifier, (1, 3), router)
     """
     accepted = {n: x for n, x in Mixture.names().items() if n != "shared_mlp_dim"}
     check_names("`upcycle`", moe_settings, accepted)
@@ -177,10 +114,13 @@ def upcycle(
     sparse = mixture = type(backbone).from_config(config)
     if backbone is not dense:
         sparse = type(dense).from_config({**dense.get_config(), "backbone": mixture})
-    _copy(dense, sparse, split, with_output=start != "shared")
+    _copy(dense, sparse, split, start)
     if split > 1 and start == "copies":
         for layer in mixture.moe_layers:
-            _tie_parts(mixture.blocks[layer].moe.router, split)
+            # The parts of a copy have equal router weights.
+            router = mixture.blocks[layer].moe.router
+            first = np.arange(router.num_experts) // split * split
+            router.kernel.assign(ops.convert_to_numpy(router.kernel)[:, first])
     if start in _FROM_IMAGES:
         tokens_of = tokens_for_mlps(backbone, mixture.moe_layers, images)
         for layer, tokens in tokens_of.items():
@@ -202,14 +142,13 @@ def _check(backbone, router, start, images, noise_std, energy, confidence, seed)
     if start not in _FROM_IMAGES:
         if images is not None:
             raise ValueError(
-                f"Copies need no images. Received: start={start!r} with images. Leave "
-                'them out, or take `start="clusters"` or `start="positions"`.'
+                f"Copies need no images. Received: start={start!r} with images."
             )
         return
     if not isinstance(backbone, ViTMoEBackbone):
         raise ValueError(
-            "Only a model that takes images alone can start from them. Received: "
-            f'start={start!r} for a `{type(backbone).__name__}`. Take `start="copies"`.'
+            "Only a model of images alone can start from them. Received: "
+            f"start={start!r} for a `{type(backbone).__name__}`."
         )
     check_numbers(over=0, energy=energy)
     if energy > 1:
@@ -222,27 +161,26 @@ def _check(backbone, router, start, images, noise_std, energy, confidence, seed)
 
 
 def _check_split(split, mlp_dim, router, start):
-    """Raise unless MLPs can be divided into so many experts, before any work."""
+    """Raise unless MLPs can be divided into this number of experts."""
     check_whole_numbers(1, split=split)
     if split == 1:
         return
     if start in _FROM_IMAGES:
         raise ValueError(
             "Parts of an MLP have no tokens of their own to start from. Received: "
-            f'split={split} with start={start!r}. Take `start="copies"` or "shared".'
+            f"split={split} with start={start!r}."
         )
     if mlp_dim % split:
         raise ValueError(
-            "The parts of an MLP have equally many hidden units. Received: "
-            f"split={split} of {mlp_dim} units. Take a divisor of {mlp_dim}."
+            "The parts of an MLP must have the same number of hidden units. Received: "
+            f"split={split} of {mlp_dim} units."
         )
     for template in router if isinstance(router, list | tuple) else [router]:
         num_experts = getattr(template, "num_experts", split)
         if num_experts % split:
             raise ValueError(
-                "There are equally many experts of each part of an MLP. Received: "
-                f"split={split} with num_experts={num_experts}. Take a multiple of "
-                f"{split} experts."
+                "Each part of an MLP must have the same number of experts. Received: "
+                f"split={split} with num_experts={num_experts}."
             )
         has_kernel = getattr(template, "num_directions", 0) == num_experts
         if start == "copies" and (not has_kernel or template.mixes_tokens):
@@ -250,19 +188,12 @@ def _check_split(split, mlp_dim, router, start):
                 "The parts of an MLP belong together, so tokens have to choose them "
                 f"together. Received: split={split} with a "
                 f"`{type(template).__name__}`, which compares no tokens with experts. "
-                'Take token or expert choice, or `start="shared"`.'
+                'Use token or expert choice, or `start="shared"`.'
             )
 
 
-def _copy(dense, sparse, split, with_output):
-    """Give the new model the weights of the old one, each expert those of its MLP.
-
-    Args:
-        dense: the old model.
-        sparse: the new model.
-        split: int, see `upcycle`.
-        with_output: bool, `False` for output layers of experts that are zero.
-    """
+def _copy(dense, sparse, split, start):
+    """Copy all weights to the new model, an MLP's to each of its experts."""
     sources = named_variables(dense)
     for name, variable in named_variables(sparse, with_routers=False).items():
         source = sources[re.sub("/Moe/(Mlp|Shared)/", "/Mlp/", name)]
@@ -270,7 +201,7 @@ def _copy(dense, sparse, split, with_output):
         value = np.array(ops.convert_to_numpy(source))
         if "/Moe/Mlp/" in name:
             value = _of_experts(value, variable.shape, split, "/Dense_0/" in name)
-            if not with_output and "/Dense_1/" in name:
+            if start == "shared" and "/Dense_1/" in name:
                 value = np.zeros_like(value)
         variable.assign(np.broadcast_to(value, variable.shape))
 
@@ -297,13 +228,6 @@ def _of_experts(value, shape, split, is_first):
         parts = np.split(value * split, split, axis=0)
     copies = shape[0] // len(parts) if len(parts) > 1 else 1
     return np.tile(np.stack(parts), (copies, 1, 1))
-
-
-def _tie_parts(router, split):
-    """Give the parts of a copy the router weights of the first of them."""
-    kernel = ops.convert_to_numpy(router.kernel)
-    first = np.arange(router.num_experts) // split * split
-    router.kernel.assign(kernel[:, first])
 
 
 def _add_noise(sparse, noise_std, seed):

@@ -1,37 +1,30 @@
-"""Initial routers and experts from the tokens of a dense model."""
+"""Initial routers and experts from the tokens of a dense model.
+
+The statistics are plain NumPy: they run once, before training.
+"""
 
 import keras
 import numpy as np
 from keras import ops
 
 from keras_softmoe.checks import check_numbers
-from keras_softmoe.converters.token_statistics import (
-    position_directions,
-    scale_for,
-    spherical_kmeans,
-    truncated_kernel,
-    unit,
-)
 from keras_softmoe.models.arguments import check_finite_images, check_images
 from keras_softmoe.routers import SoftRouter
 
-# Tokens by which the scale of logits is found.
+# Tokens by which the scale of logits is found
 _SCALING_TOKENS = 4096
+_MOST_ITERATIONS = 100
+# Rows at a time, so that a table of all tokens and all clusters is never made.
+_CHUNK = 8192
+# Added to all squared singular values, as a share of the largest.
+_RIDGE = 1e-6
 
 
 def check_start(start, router, images, confidence):
-    """Raise unless a router supports a start, before any work.
-
-    Args:
-        start: `"clusters"` or `"positions"`.
-        router: a `Router`, the template.
-        images: as in `upcycle`.
-        confidence: float.
-    """
+    """Raise unless a router supports a start from images."""
     if images is None:
         raise ValueError(
-            f"start={start!r} needs some hundred images for the dense model. "
-            "Received: images=None. Pass them, as `images=...`."
+            f"start={start!r} needs some hundred images. Received: images=None."
         )
     kind = f"`{type(router).__name__}`"
     if isinstance(router, SoftRouter):
@@ -39,30 +32,26 @@ def check_start(start, router, images, confidence):
     if not getattr(router, "num_directions", 0):
         raise ValueError(
             f"A {kind} has no weights that tokens are compared with, so images cannot "
-            f'initialize it. Received: start={start!r}. Take `start="copies"`, or '
-            "another router."
+            f"initialize it. Received: start={start!r}."
         )
     if start == "positions" and not (
         isinstance(router, SoftRouter) and router.dispatch == router.combine == "soft"
     ):
         raise ValueError(
-            'start="positions" gives each place of an image a slot of its own, which '
-            f"takes a soft router. Received: a {kind}. Take "
-            '`start="clusters"`, or a `SoftRouter` with soft dispatch and combine.'
+            'start="positions" gives each position of an image a slot of its own, and '
+            "needs a `SoftRouter` with soft dispatch and combine. Received: a "
+            f"{kind}."
         )
     check_numbers(over=1 / router.num_directions, under=1, confidence=confidence)
 
 
 def tokens_for_mlps(backbone, layers, images):
-    """Return the inputs of the MLPs of some blocks of a dense model.
+    """Return the inputs of the MLPs of some blocks, `(B, S, D)` float32 arrays.
 
     Args:
         backbone: dense `ViTMoEBackbone`.
         layers: sequence of int, the blocks.
         images: `(B, height, width, channels)` array, as the backbone takes them.
-
-    Returns:
-        dict from block to `(B, S, D)` float32 array.
     """
     blocks = {layer: backbone.blocks[layer] for layer in layers}
     tokens = {str(i): _BeforeMLP(block)(block.input) for i, block in blocks.items()}
@@ -71,13 +60,7 @@ def tokens_for_mlps(backbone, layers, images):
 
 
 def prepare_images(dense, backbone, images):
-    """Return images as a dense backbone takes them, an array.
-
-    Args:
-        dense: the backbone, or a task, whose preprocessor is applied.
-        backbone: the backbone.
-        images: as in `upcycle`.
-    """
+    """Return images as a dense backbone takes them, prepared like those of a task."""
     preprocessor = getattr(dense, "preprocessor", None)
     if preprocessor is not None:
         images = preprocessor(images)
@@ -86,13 +69,13 @@ def prepare_images(dense, backbone, images):
     check_finite_images(images)
     if not len(images):
         raise ValueError(
-            "There is nothing to start from. Received: no image. Pass some hundred."
+            "There must be images to start from, some hundred. Received: no image."
         )
     if preprocessor is None and images.dtype.kind in "iu":
         raise ValueError(
-            "A backbone takes images in [-1, 1], which integers are not. Received: "
-            f"images of dtype {images.dtype}. Scale them (`images / 127.5 - 1`), or "
-            "upcycle a classifier, which has a preprocessor."
+            "Images of a backbone must be floats in [-1, 1]. Received: images of dtype "
+            f"{images.dtype}. Scale them (`images / 127.5 - 1`), or upcycle a "
+            "classifier, which has a preprocessor."
         )
     return images
 
@@ -124,8 +107,8 @@ def start_from_clusters(moe, mlp, tokens, energy, confidence, rng):
     num_clusters = moe.router.num_directions
     if len(tokens) < num_clusters:
         raise ValueError(
-            f"{num_clusters} clusters take as many tokens, better a hundred times as "
-            f"many. Received: images of {len(tokens)} tokens in all. Pass more of them."
+            f"{num_clusters} clusters need at least {num_clusters} tokens, better a "
+            f"hundred times more. Received: images of {len(tokens)} tokens in all."
         )
     centroids, labels = spherical_kmeans(tokens, num_clusters, rng)
     _set_router(moe.router, centroids, tokens, confidence)
@@ -150,7 +133,7 @@ def start_from_clusters(moe, mlp, tokens, energy, confidence, rng):
 
 
 def start_from_positions(moe, tokens, confidence):
-    """Let each slot of a soft router take the token of a position and return it there.
+    """Let each slot of a soft router get the token of a position and return it there.
 
     Args:
         moe: `layers.MoE` with a soft router, whose experts are copies.
@@ -160,24 +143,159 @@ def start_from_positions(moe, tokens, confidence):
     num_tokens, width = tokens.shape[1:]
     num_slots = moe.router.num_directions
     directions = position_directions(tokens, min(num_slots, num_tokens))
-    # Where there are more slots than places, some take the same token.
+    # With more slots than positions, some get the same token.
     place = np.arange(num_slots) * len(directions) // num_slots
     tokens = tokens.reshape(-1, width)
     _set_router(moe.router, directions, tokens, confidence, place)
 
 
 def _set_router(router, directions, tokens, confidence, rows=slice(None)):
-    """Set the directions of a router, scaled to a mean confidence.
-
-    Args:
-        router: built router.
-        directions: `(K, D)` array of unit vectors.
-        tokens: `(N, D)` array.
-        confidence: float.
-        rows: index of the directions, one for each of the router's.
-    """
+    """Set the directions of a router to those of some rows, scaled to a confidence."""
     tokens = tokens[:: max(len(tokens) // _SCALING_TOKENS, 1)]
     if router.normalizes_tokens:
         tokens = unit(tokens)
     scale = scale_for(tokens @ directions.T, confidence)
     router.set_directions(scale * directions[rows])
+
+
+# === Statistics ===
+
+
+def unit(vectors):
+    """Normalize vectors along the last axis; zeros stay zeros."""
+    lengths = np.linalg.norm(vectors, axis=-1, keepdims=True)
+    return vectors / np.where(lengths > 0, lengths, 1.0)
+
+
+def spherical_kmeans(tokens, num_clusters, rng):
+    """Cluster directions: each token belongs to the centroid of largest cosine.
+
+    The first centroids are tokens, drawn as in k-means++; the centroid of an empty
+    cluster is replaced by the token with the smallest cosine to its own.
+
+    Args:
+        tokens: `(N, D)` float array.
+        num_clusters: int, at most `N`.
+        rng: `numpy.random.Generator`.
+
+    Returns:
+        `(num_clusters, D)` centroids of length one, and the `(N,)` int array of the
+        clusters of the tokens.
+
+    Source: Dhillon and Modha 2001 (spherical k-means); Arthur and Vassilvitskii 2007
+    (k-means++).
+    """
+    points = unit(tokens)
+    centroids = _first_centroids(points, num_clusters, rng)
+    labels, cosines = _nearest(points, centroids)
+    for _ in range(_MOST_ITERATIONS):
+        sums = np.zeros_like(centroids)
+        np.add.at(sums, labels, points)
+        counts = np.bincount(labels, minlength=num_clusters)
+        (empty,) = np.nonzero(counts == 0)
+        sums[empty] = points[np.argsort(cosines, kind="stable")[: len(empty)]]
+        centroids = unit(sums)
+        before = labels
+        labels, cosines = _nearest(points, centroids)
+        if np.array_equal(labels, before):
+            break
+    return centroids, labels
+
+
+def truncated_kernel(kernel, inputs, energy):
+    """Return the kernel of lowest rank that keeps most of its outputs for some inputs.
+
+    Args:
+        kernel: `(D, H)` float array.
+        inputs: `(N, D)` float array.
+        energy: float in (0, 1], the share of the outputs' sum of squares to keep.
+
+    Returns:
+        `(D, H)` array.
+    """
+    if energy == 1 or not len(inputs):
+        return kernel
+    # Of all matrices of a rank, `kernel @ V @ V.T` changes `inputs @ kernel` least,
+    # where the columns of V are the first right singular vectors of that product
+    # (Eckart and Young).
+    # The triangular factor has the singular values of the inputs in at most D rows.
+    root = np.linalg.qr(inputs, mode="r")
+    _, values, directions = np.linalg.svd(root @ kernel, full_matrices=False)
+    kept = np.cumsum(np.square(values, dtype="float64"))
+    rank = 1 + int(np.searchsorted(kept, energy * kept[-1]))
+    directions = directions[:rank]
+    return kernel @ directions.T @ directions
+
+
+def position_directions(tokens, num_groups):
+    """Return directions that separate tokens by position, `(num_groups, D)`.
+
+    Positions are divided into groups of neighbours. The direction of a group is that of
+    its column in the ridge regression of the token's group on the token.
+
+    Args:
+        tokens: `(B, S, D)` float array.
+        num_groups: int, at most `S`.
+    """
+    _, num_tokens, width = tokens.shape
+    groups = np.arange(num_tokens) * num_groups // num_tokens
+    points = unit(tokens).astype("float64")
+    # (D, D), (D, groups)
+    moments = np.einsum("bsd,bse->de", points, points, optimize=True)
+    sums = np.zeros((num_groups, width))
+    np.add.at(sums, groups, points.sum(axis=0))
+    ridge = _RIDGE * np.linalg.eigvalsh(moments)[-1] * np.eye(width)
+    directions = unit(np.linalg.solve(moments + ridge, sums.T).T)
+    return directions.astype(tokens.dtype)
+
+
+def scale_for(logits, confidence):
+    """Return the factor of logits that gives their softmax a mean confidence.
+
+    Args:
+        logits: `(N, K)` float array.
+        confidence: float, the mean of the largest probabilities. With ties it may be
+            out of reach; the factor is large then.
+    """
+    margins = logits - logits.max(axis=-1, keepdims=True)
+    spread = float(-margins.mean()) or 1.0
+    least, most = np.log(1e-3 / spread), np.log(1e4 / spread)
+    for _ in range(40):
+        middle = (least + most) / 2
+        # The largest term is 1.
+        largest = 1.0 / np.exp(np.exp(middle) * margins).sum(axis=-1)
+        if largest.mean() < confidence:
+            least = middle
+        else:
+            most = middle
+    return float(np.exp(most))
+
+
+def _first_centroids(points, count, rng):
+    """Return distinct points, each drawn by its distance from those before it."""
+    chosen = [int(rng.integers(len(points)))]
+    # Squared distances on the sphere are 2 - 2 cosines.
+    distances = np.full(len(points), np.inf)
+    while len(chosen) < count:
+        distances = np.minimum(distances, 1.0 - points @ points[chosen[-1]])
+        distances = np.maximum(distances, 0.0)
+        distances[chosen] = 0.0
+        weights = distances.astype("float64")
+        if not weights.any():
+            # Fewer different tokens than clusters
+            weights[:] = 1.0
+            weights[chosen] = 0.0
+        chosen.append(int(rng.choice(len(points), p=weights / weights.sum())))
+    return points[chosen]
+
+
+def _nearest(points, centroids):
+    """Return the clusters of points, and the cosines to their centroids."""
+    labels = np.empty(len(points), "int64")
+    cosines = np.empty(len(points), points.dtype)
+    for start in range(0, len(points), _CHUNK):
+        rows = slice(start, start + _CHUNK)
+        products = points[rows] @ centroids.T
+        labels[rows] = products.argmax(axis=-1)
+        cosines[rows] = products.max(axis=-1)
+    return labels, cosines

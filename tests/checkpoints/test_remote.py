@@ -1,6 +1,6 @@
-"""Files on the web: downloads, and reading without one. The server runs here.
+"""Files on the web are downloaded. The server runs here.
 
-Covers `checkpoints/opening.py` and the copies of `checkpoints/formats.py`.
+Covers `checkpoints/downloads.py`.
 """
 
 import socket
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import checkpoints, converters
-from keras_softmoe.checkpoints import opening as remote
+from keras_softmoe.checkpoints import downloads as remote
 from tests.support import checkpoint_writer as writer, safetensors_file, server
 
 ARRAYS = {"a": np.arange(12, dtype="float32"), "b": np.ones((3, 4), "float32")}
@@ -31,24 +31,21 @@ def test_buckets_are_read_over_https():
     assert remote.web_address("/folder/name") is None
 
 
-def test_read_in_place(web):
+@pytest.mark.parametrize("suffix", [".safetensors", ""])
+def test_read_a_copy(web, tmp_path, monkeypatch, suffix):
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path / "home"))
     folder, url, handler = web
-    padding = {"c": np.zeros(1 << 20, "float32")}
-    safetensors_file.save(folder / "model.safetensors", ARRAYS | padding)
-    checkpoint = converters.read_checkpoint(f"{url}/model.safetensors")
-    for name, array in ARRAYS.items():
-        np.testing.assert_array_equal(checkpoint[name], array)
-    np.testing.assert_array_equal(checkpoint["c"], padding["c"])
-    # Nothing was asked for as a whole.
-    assert all(wanted for method, _, wanted in handler.asked if method == "GET")
-
-
-def test_server_without_ranges(web):
-    folder, url, handler = web
-    handler.sends_ranges = False
-    safetensors_file.save(folder / "model.safetensors", ARRAYS)
-    with pytest.raises(converters.CheckpointError, match="does not send parts"):
-        converters.read_checkpoint(f"{url}/model.safetensors")
+    if suffix:
+        safetensors_file.save(folder / f"model{suffix}", ARRAYS)
+    else:
+        writer.write_checkpoint(folder / "model", ARRAYS, num_shards=2)
+    for _ in range(2):
+        checkpoint = converters.read_checkpoint(f"{url}/model{suffix}")
+        for name, array in ARRAYS.items():
+            np.testing.assert_array_equal(checkpoint[name], array)
+    # Each file was fetched once.
+    fetched = [path for method, path in handler.asked if method == "GET"]
+    assert len(fetched) == len(set(fetched)) == (1 if suffix else 3)
 
 
 @pytest.mark.parametrize("verbose", [0, 1])
@@ -106,11 +103,11 @@ def test_name_that_is_never_found(tmp_path, monkeypatch):
     done = threading.Event()
     monkeypatch.setattr(remote, "_PATIENCE", 0.2)
 
-    def answer(request):
+    def look_up(*_, **__):
         done.wait(60)
         raise OSError
 
-    monkeypatch.setattr(remote, "_answer", answer)
+    monkeypatch.setattr(remote.urllib.request, "urlopen", look_up)
     with pytest.raises(converters.CheckpointError, match="no answer within"):
         checkpoints.download_checkpoint("gs://bucket/vit.npz", tmp_path, verbose=0)
     done.set()

@@ -35,7 +35,7 @@ def loads_of(model, x):
 
 
 @pytest.mark.parametrize("family", LAST)
-def test_model_of_somebody_else(family, capsys):
+def test_models_of_keras_hub(family, capsys):
     """Equal experts give the dense model back, others their mean by load."""
     dense = FAMILIES[family]()
     x = inputs_of(dense, 3)

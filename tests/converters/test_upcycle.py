@@ -1,14 +1,11 @@
-"""A dense model's MLPs, copied into experts.
-
-Covers `converters/upcycling_starts.py`.
-"""
+"""A dense model's MLPs, copied into experts."""
 
 import keras
 import numpy as np
 import pytest
 
 from keras_softmoe import converters, models, routers
-from keras_softmoe.converters.token_statistics import truncated_kernel
+from keras_softmoe.converters.upcycling_starts import truncated_kernel
 from tests.support import tiny, tiny_limoe
 from tests.support.close import assert_near
 from tests.support.references import to_numpy
@@ -417,7 +414,10 @@ def test_routers_without_weights(dense, router, message):
     ("arguments", "message"),
     [
         ({"start": "random"}, "Unknown `start`.*'clusters'"),
-        ({"start": "clusters", "images": None}, "Pass them, as `images="),
+        (
+            {"start": "clusters", "images": None},
+            "needs some hundred images. Received: images=None",
+        ),
         ({"start": "copies"}, "Copies need no images"),
         ({"start": "positions"}, "a `SoftmaxTokenChoiceRouter`"),
         ({"energy": 0}, "`energy`.*over 0"),
@@ -427,10 +427,10 @@ def test_routers_without_weights(dense, router, message):
         ({"noise_std": -1}, "`noise_std`.*at least 0"),
         ({"seed": -1}, "`seed`"),
         ({"images": MANY[0]}, "Make a batch of one"),
-        ({"images": MANY[:0]}, "nothing to start from"),
+        ({"images": MANY[:0]}, "Received: no image"),
         ({"images": MANY[:, :4]}, "Resize them"),
         ({"images": np.where(MANY < 0.9, MANY, np.nan)}, "must be finite.*image 0 of"),
-        ({"images": tiny.pixels(2).astype("uint8")}, r"in \[-1, 1\], which integers"),
+        ({"images": tiny.pixels(2).astype("uint8")}, r"floats in \[-1, 1\]"),
     ],
 )
 def test_arguments(dense, arguments, message):
@@ -446,5 +446,5 @@ def test_too_few_images(dense):
 
 def test_models_of_text():
     dense = tiny_limoe.backbone(moe_layers=(), router=None)
-    with pytest.raises(ValueError, match="takes images alone.*LIMoEBackbone"):
+    with pytest.raises(ValueError, match="images alone.*LIMoEBackbone"):
         clustered(dense, token_choice(1))

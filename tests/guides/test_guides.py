@@ -208,7 +208,7 @@ def check_experts_in_any_model(lines, folder):
     # Experts, two files, a model of one's own
     assert len(changes) == 4 and max(changes) < 1e-5
     assert sum("training: accuracy" in line for line in lines) == 3
-    assert "Experts in 2 of 4 MLPs of 'vi_t_backbone': 1, 3." in lines
+    assert "'vi_t_backbone': experts in 2 of 4 MLPs (blocks 1, 3)." in lines
 
 
 def check_back_to_dense(lines, folder):

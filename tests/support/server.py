@@ -6,15 +6,14 @@ import threading
 
 
 class Handler(http.server.SimpleHTTPRequestHandler):
-    """Sends files, and ranges of them.
+    """Sends files.
 
     Its class attributes are for the tests: what it was asked for, and whether it tells
-    more bytes than it sends, or sends no ranges.
+    more bytes than it sends.
     """
 
     asked = ()
     cuts = False
-    sends_ranges = True
 
     def do_HEAD(self):
         self._answer(with_content=False)
@@ -23,18 +22,14 @@ class Handler(http.server.SimpleHTTPRequestHandler):
         self._answer(with_content=True)
 
     def _answer(self, with_content):
-        self.asked.append((self.command, self.path, self.headers.get("Range")))
+        self.asked.append((self.command, self.path))
         try:
             with open(self.translate_path(self.path), "rb") as file:
                 content = file.read()
         except OSError:
             self.send_error(404)
             return
-        status, wanted = 200, self.headers.get("Range")
-        if wanted and self.sends_ranges:
-            first, last = wanted.removeprefix("bytes=").split("-")
-            status, content = 206, content[int(first) : int(last) + 1]
-        self.send_response(status)
+        self.send_response(200)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         if with_content:

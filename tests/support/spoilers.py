@@ -3,7 +3,7 @@
 import msgpack
 import numpy as np
 
-from keras_softmoe.checkpoints import vmoe_index as checkpoint_index
+from keras_softmoe.checkpoints import vmoe
 from tests.support import checkpoint_writer as writer
 
 ARRAYS = {
@@ -35,61 +35,12 @@ class Files:
     def write(self, prefix):
         writer.write_objects(prefix, self.index, self.shards)
 
+    def set_leaf(self, data, code=writer.INDEX_ENTRY):
+        self.tree["head"] = msgpack.ExtType(code, data)
 
-def no_version(files):
-    del files.index["version"]
-
-
-def other_version(files):
-    files.index["version"] = "20990101"
-
-
-def no_index(files):
-    del files.index["index"]
-
-
-def unknown_key(files):
-    files.index["path"] = "/etc/passwd"
-
-
-def index_is_a_list(files):
-    files.index["index"] = []
-
-
-def no_data_files(files):
-    files.index["shard_count"] = 0
-
-
-def data_files_without_end(files):
-    files.index["shard_count"] = 1 << 40
-
-
-def data_files_that_are_missing(files):
-    files.index["shard_count"] = 3
-
-
-def boolean_count(files):
-    files.index["shard_count"] = True
-
-
-def leaf_is_a_number(files):
-    files.tree["head"] = 7
-
-
-def leaf_of_another_type(files):
-    files.tree["head"] = msgpack.ExtType(7, files.tree["head"].data)
-
-
-def fixed_size_leaf(files):
-    files.tree["head"] = msgpack.ExtType(8, b"abcd")
-
-
-def leaf_with_bytes_to_spare(files):
-    files.tree["head"] = msgpack.ExtType(8, files.tree["head"].data + b"\0")
-
-
-def leaf_that_is_cut(files):
-    files.tree["head"] = msgpack.ExtType(8, files.tree["head"].data[:-3])
+    def chunk(self, number):
+        """First chunk of an array in the data files: its pieces, and its slice."""
+        return self.shard_of(number)[number][0]
 
 
 def deep_tree(files):
@@ -98,85 +49,10 @@ def deep_tree(files):
     files.leaf()
 
 
-def unknown_dtype(files):
-    files.leaf(dtype="object")
-
-
-def python_type_as_dtype(files):
-    files.leaf(dtype="O")
-
-
-def other_dtype(files):
-    files.leaf(dtype="float32")
-
-
-def smaller_dtype(files):
-    files.leaf(dtype="int16")
-
-
-def huge_shape(files):
-    files.leaf(shape=(1 << 60,), boxes=[((0, 1 << 60),)], places=[0])
-
-
-def negative_shape(files):
-    files.leaf(shape=(-8,), boxes=[((0, -8),)], places=[0])
-
-
-def many_axes(files):
-    files.leaf(shape=(1,) * 60, boxes=[((0, 1),) * 60], places=[0])
-
-
-def empty_but_huge(files):
-    files.leaf(shape=(0, 1 << 60), boxes=[((0, 0), (0, 1 << 59))], places=[0])
-
-
-def no_slices(files):
-    files.leaf(boxes=[], places=[])
-
-
-def overlapping_slices(files):
-    files.leaf(boxes=[((0, 4),), ((3, 8),)])
-
-
-def slices_with_a_gap(files):
-    files.leaf(boxes=[((0, 4),), ((5, 8),)])
-
-
-def overlap_that_fills_a_gap(files):
-    # As many values as the array has
-    files.leaf(shape=(4, 2), boxes=[((0, 2), (0, 2)), ((1, 3), (0, 2))])
-
-
-def slice_that_comes_twice(files):
-    files.leaf(boxes=[((0, 4),), ((0, 4),)])
-
-
-def slice_out_of_range(files):
-    files.leaf(boxes=[((0, 4),), ((4, 9),)])
-
-
-def negative_slice(files):
-    files.leaf(boxes=[((0, 4),), ((-4, 8),)])
-
-
-def reversed_slice(files):
-    files.leaf(boxes=[((0, 4),), ((8, 4),)])
-
-
-def slice_of_another_rank(files):
-    files.leaf(boxes=[((0, 4), (0, 1)), ((4, 8), (0, 1))])
-
-
 def slice_with_a_step(files):
     leaf = msgpack.unpackb(files.tree["head"].data)
-    leaf[1] = [writer.pack_box(((0, 8),), step=2)]
-    files.tree["head"] = msgpack.ExtType(8, msgpack.packb([leaf[0], leaf[1], [0]]))
-
-
-def too_many_slices(files):
-    count = checkpoint_index._MAX_SLICES + 1
-    boxes = [((i, i + 1),) for i in range(count)]
-    files.leaf(shape=(count,), boxes=boxes, places=[0] * count)
+    box = writer.pack_box(((0, 8),), step=2)
+    files.set_leaf(msgpack.packb([leaf[0], [box], [0]]))
 
 
 def too_fine_a_grid(files):
@@ -185,195 +61,184 @@ def too_fine_a_grid(files):
     files.leaf(shape=shape, boxes=boxes, places=[0] * len(boxes))
 
 
-def data_file_out_of_range(files):
-    files.leaf(places=(0, 2))
-
-
-def negative_data_file(files):
-    files.leaf(places=(0, -1))
-
-
-def fewer_places_than_slices(files):
-    files.leaf(places=(0,))
-
-
 def named_axes(files):
     leaf = msgpack.unpackb(files.tree["head"].data)
     leaf[0] = msgpack.packb([[8], "int32", False, {"batch": 8}])
-    files.tree["head"] = msgpack.ExtType(8, msgpack.packb(leaf))
+    files.set_leaf(msgpack.packb(leaf))
 
 
-def array_that_no_data_file_has(files):
-    files.leaf(name="more", shape=(), boxes=[()], places=[0])
+def _with_head(change):
+    """Change the packed leaf of an array in the index."""
+    return lambda files: files.set_leaf(change(files.tree["head"].data))
 
 
-def array_that_the_index_lacks(files):
-    del files.tree["scale"]
+def _index(**keys):
+    return lambda files: files.index.update(keys)
 
 
-def data_files_swapped(files):
-    files.shards.reverse()
+def _leaf(**arguments):
+    return lambda files: files.leaf(**arguments)
 
 
-def same_data_twice(files):
-    files.shards[1] = files.shards[0]
+def _boxes(*boxes, **arguments):
+    return _leaf(boxes=list(boxes), places=[0] * len(boxes), **arguments)
 
 
-def no_marker(files):
-    del files.shards[0][writer.MARKER]
+def _renamed(key):
+    """Give an array in a data file another number."""
+
+    def rename(files):
+        shard = files.shard_of(SCALE)
+        shard[key] = shard.pop(SCALE)
+
+    return rename
 
 
-def false_marker(files):
-    files.shards[0][writer.MARKER] = False
+def _pieces(*arrays, **claims):
+    """Replace the pieces of an array of 6 float32 numbers."""
+    pieces = [writer.piece(array, **claims) for array in arrays]
+    return lambda files: files.chunk(BIAS).__setitem__(0, pieces)
 
 
-def data_file_is_a_list(files):
-    files.shards[0] = [files.shards[0]]
+_FLOATS = np.zeros(6, "f4")
+_MANY = [((i, i + 1),) for i in range(vmoe.MAX_SLICES + 1)]
+_NO_FLAT = "no flat array of float32"
+_OVERLAP = "overlap, or leave a part"
+_NO_MARKER = f"no map with {writer.MARKER}"
 
-
-def missing_array(files):
-    del files.shard_of(BIAS)[BIAS]
-
-
-def missing_chunk(files):
-    files.shard_of(KERNEL)[KERNEL].pop()
-
-
-def chunk_that_comes_twice(files):
-    chunks = files.shard_of(KERNEL)[KERNEL]
-    chunks.append(chunks[0])
-
-
-def unknown_array(files):
-    files.shards[0]["4"] = files.shard_of(SCALE)[SCALE]
-
-
-def array_number_in_other_digits(files):
-    shard = files.shard_of(SCALE)
-    shard["٣"] = shard.pop(SCALE)
-
-
-def array_number_with_a_zero(files):
-    shard = files.shard_of(SCALE)
-    shard["03"] = shard.pop(SCALE)
-
-
-def chunk_of_another_array(files):
-    chunk = files.shard_of(HEAD)[HEAD][0]
-    chunk[1] = msgpack.ExtType(writer.SLICE_ND, writer.pack_box(((0, 3),)))
-
-
-def piece_too_short(files):
-    chunk = files.shard_of(BIAS)[BIAS][0]
-    chunk[0] = [writer.piece(np.zeros(5, "f4"))]
-
-
-def piece_too_long(files):
-    chunk = files.shard_of(BIAS)[BIAS][0]
-    chunk[0].append(writer.piece(np.zeros(1, "f4")))
-
-
-def no_pieces(files):
-    files.shard_of(BIAS)[BIAS][0][0] = []
-
-
-def empty_pieces(files):
-    chunk = files.shard_of(BIAS)[BIAS][0]
-    chunk[0] += [writer.piece(np.zeros(0, "f4"))] * 3
-
-
-def piece_of_another_dtype(files):
-    chunk = files.shard_of(BIAS)[BIAS][0]
-    chunk[0] = [writer.piece(np.zeros(6, "i4"))]
-
-
-def piece_that_claims_more(files):
-    chunk = files.shard_of(BIAS)[BIAS][0]
-    chunk[0] = [writer.piece(np.zeros(5, "f4"), shape=(6,))]
-
-
-def piece_that_claims_an_object(files):
-    chunk = files.shard_of(BIAS)[BIAS][0]
-    chunk[0] = [writer.piece(np.zeros(6, "f4"), dtype="object")]
-
-
-def piece_of_two_axes(files):
-    chunk = files.shard_of(BIAS)[BIAS][0]
-    chunk[0] = [writer.piece(np.zeros((2, 3), "f4"))]
-
-
-def pickle_in_place_of_a_piece(files):
-    chunk = files.shard_of(BIAS)[BIAS][0]
-    chunk[0] = [msgpack.ExtType(1, b"\x80\x04N.")]
-
-
-def piece_with_bytes_to_spare(files):
-    chunk = files.shard_of(BIAS)[BIAS][0]
-    chunk[0] = [msgpack.ExtType(1, chunk[0][0].data + b"\0")]
-
-
+# Name -> what it does to the files, and what the error says
 SPOILERS = {
-    no_version: "no version.*2022-06-22.*fetch them again",
-    other_version: "'version' = '20220622'",
-    no_index: "Expected the keys 'index'",
-    unknown_key: "Unknown key 'path'",
-    index_is_a_list: "Expected a map",
-    no_data_files: "1 to 99999 data files, not 0",
-    data_files_without_end: "1 to 99999 data files, not 1099511627776",
-    data_files_that_are_missing: "data-00000-of-00003' cannot be read",
-    boolean_count: "Expected int, found 'True'",
-    leaf_is_a_number: "Expected an extension object of type 8",
-    leaf_of_another_type: "Expected an extension object of type 8",
-    fixed_size_leaf: "Expected an array",
-    leaf_with_bytes_to_spare: "Expected an object to end",
-    leaf_that_is_cut: "ckpt.index",
-    deep_tree: "A tree of over 32 levels",
-    unknown_dtype: "Unknown dtype 'object'",
-    python_type_as_dtype: "Unknown dtype 'O'",
-    other_dtype: "'head' is of dtype float32 by the index",
-    smaller_dtype: "'head' is of dtype int16 by the index",
-    huge_shape: "The slice .* of 'head' is not in the index",
-    negative_shape: "'head' has the shape",
-    many_axes: "An array of 60 axes",
-    empty_but_huge: "is not one of 'head'|overlap, or leave",
-    no_slices: "overlap, or leave a part",
-    overlapping_slices: "overlap, or leave a part",
-    slices_with_a_gap: "overlap, or leave a part",
-    overlap_that_fills_a_gap: "overlap, or leave a part",
-    slice_that_comes_twice: "A slice of 'head' comes twice",
-    slice_out_of_range: "is not one of 'head'",
-    negative_slice: "is not one of 'head'",
-    reversed_slice: "is not one of 'head'",
-    slice_of_another_rank: "is not one of 'head'",
-    slice_with_a_step: "Expected NoneType",
-    too_many_slices: "Over 65536 slices",
-    too_fine_a_grid: "in 12288 pieces along 5 axes",
-    data_file_out_of_range: "'head' lies in data file 2, of 2",
-    negative_data_file: "'head' lies in data file -1",
-    fewer_places_than_slices: "Expected an array of 2, found 1",
-    named_axes: "Axes with names",
-    array_that_no_data_file_has: "Arrays are missing: more",
-    array_that_the_index_lacks: "Array 3 is not in the index",
-    data_files_swapped: "is not in the index",
-    same_data_twice: "is not in the index",
-    no_marker: "Arrays are missing: all",
-    false_marker: "is not set",
-    data_file_is_a_list: "Expected a map",
-    missing_array: "Arrays are missing: Encoder/block_0/bias",
-    missing_chunk: "Slices of 'Encoder/block_0/kernel' are missing",
-    chunk_that_comes_twice: "is not in the index, or comes twice",
-    unknown_array: "Array 4 is not in the index",
-    array_number_in_other_digits: "is no number of an array",
-    array_number_with_a_zero: "is no number of an array",
-    chunk_of_another_array: r"The slice \(\(0, 3\),\) of 'head'",
-    piece_too_short: "takes 6 values of float32, found 20 bytes",
-    piece_too_long: "takes 6 values of float32, found 28 bytes",
-    no_pieces: "takes 6 values of float32, found 0 bytes",
-    empty_pieces: "A piece of 0 values",
-    piece_of_another_dtype: "is of dtype float32 by the index",
-    piece_that_claims_more: "A piece of 6 values of float32 in 20 bytes",
-    piece_that_claims_an_object: "Unknown dtype 'object'",
-    piece_of_two_axes: "Expected an array of 1, found 2",
-    pickle_in_place_of_a_piece: "Expected an array",
-    piece_with_bytes_to_spare: "Expected an object to end",
+    "no version": (
+        lambda files: files.index.pop("version"),
+        "no version.*2022-06-22.*replaced since",
+    ),
+    "other version": (_index(version="20990101"), "version '20990101'"),
+    "no index": (
+        lambda files: files.index.pop("index"),
+        "no map with version, shard_count and index",
+    ),
+    "unknown key": (_index(path="/etc/passwd"), "'path'"),
+    "index is a list": (_index(index=[]), "no map with version"),
+    "no data files": (_index(shard_count=0), "0 files"),
+    "data files without end": (_index(shard_count=1 << 40), "1 to 99999 data files"),
+    "missing data files": (
+        _index(shard_count=3),
+        "data-00000-of-00003' cannot be read",
+    ),
+    "boolean count": (_index(shard_count=True), "True files"),
+    # Leaves of the index
+    "a number": (
+        lambda files: files.tree.update(head=7),
+        "no extension object of type 8",
+    ),
+    "another type": (
+        lambda files: files.set_leaf(files.tree["head"].data, 7),
+        "no extension object of type 8",
+    ),
+    "fixed size": (lambda files: files.set_leaf(b"abcd"), "ExtraData|TypeError"),
+    "bytes to spare": (_with_head(lambda data: data + b"\0"), "extra data"),
+    "cut": (_with_head(lambda data: data[:-3]), "ckpt.index"),
+    "deep tree": (deep_tree, "a tree of over 32 levels"),
+    "unknown dtype": (_leaf(dtype="object"), "dtype 'object'"),
+    "Python type": (_leaf(dtype="O"), "dtype 'O'"),
+    "other dtype": (_leaf(dtype="float32"), _NO_FLAT),
+    "smaller dtype": (_leaf(dtype="int16"), "no flat array of int16"),
+    "huge shape": (_boxes(((0, 1 << 60),), shape=(1 << 60,)), "is not in the index"),
+    "negative shape": (_boxes(((0, -8),), shape=(-8,)), "'head' has the shape"),
+    "many axes": (_boxes(((0, 1),) * 60, shape=(1,) * 60), "'head' has the shape"),
+    "empty but huge": (
+        _boxes(((0, 0), (0, 1 << 59)), shape=(0, 1 << 60)),
+        f"is not one of 'head'|{_OVERLAP}",
+    ),
+    "no slices": (_boxes(), _OVERLAP),
+    "overlap": (_boxes(((0, 4),), ((3, 8),)), _OVERLAP),
+    "a gap": (_boxes(((0, 4),), ((5, 8),)), _OVERLAP),
+    # As many values as the array has
+    "overlap that fills a gap": (
+        _boxes(((0, 2), (0, 2)), ((1, 3), (0, 2)), shape=(4, 2)),
+        _OVERLAP,
+    ),
+    "slice twice": (_boxes(((0, 4),), ((0, 4),)), "a slice of 'head' comes twice"),
+    "slice out of range": (_boxes(((0, 4),), ((4, 9),)), "is not one of 'head'"),
+    "negative slice": (_boxes(((0, 4),), ((-4, 8),)), "a slice from -4 to 8"),
+    "reversed slice": (_boxes(((0, 4),), ((8, 4),)), "is not one of 'head'"),
+    "slice of another rank": (
+        _boxes(((0, 4), (0, 1)), ((4, 8), (0, 1))),
+        "is not one of 'head'",
+    ),
+    "slice with a step": (slice_with_a_step, "in steps of 2"),
+    "too many slices": (_boxes(*_MANY, shape=(len(_MANY),)), "max_array_len"),
+    "too fine a grid": (too_fine_a_grid, "max_array_len"),
+    "data file out of range": (
+        _leaf(places=(0, 2)),
+        "data file 2 of 2 is not one of 'head'",
+    ),
+    "negative data file": (_leaf(places=(0, -1)), "data file -1 of 2"),
+    "fewer places than slices": (_leaf(places=(0,)), "zip"),
+    "named axes": (named_axes, "names {'batch': 8}"),
+    "array without data": (
+        _leaf(name="more", shape=(), boxes=[()], places=[0]),
+        "slices of 'more' are missing",
+    ),
+    "data without an array": (
+        lambda files: files.tree.pop("scale"),
+        "array '3' is not in the index",
+    ),
+    # Data files
+    "swapped": (lambda files: files.shards.reverse(), "is not in the index"),
+    "same data twice": (
+        lambda files: files.shards.__setitem__(1, files.shards[0]),
+        "is not in the index",
+    ),
+    "no marker": (lambda files: files.shards[0].pop(writer.MARKER), _NO_MARKER),
+    "false marker": (
+        lambda files: files.shards[0].update({writer.MARKER: False}),
+        _NO_MARKER,
+    ),
+    "a list": (
+        lambda files: files.shards.__setitem__(0, [files.shards[0]]),
+        "data-00000-of-00002' cannot be read",
+    ),
+    "missing array": (
+        lambda files: files.shard_of(BIAS).pop(BIAS),
+        "slices of 'Encoder/block_0/bias' are missing",
+    ),
+    "missing chunk": (
+        lambda files: files.shard_of(KERNEL)[KERNEL].pop(),
+        "slices of 'Encoder/block_0/kernel' are missing",
+    ),
+    "chunk twice": (
+        lambda files: files.shard_of(KERNEL)[KERNEL].append(files.chunk(KERNEL)),
+        "is not in the index, or comes twice",
+    ),
+    "unknown array": (_renamed("4"), "array '4' is not in the index"),
+    "number in other digits": (_renamed("٣"), "array '٣' is not in the index"),
+    "number with a zero": (_renamed("03"), "array '03' is not in the index"),
+    "chunk of another array": (
+        lambda files: files.chunk(HEAD).__setitem__(
+            1, msgpack.ExtType(writer.SLICE_ND, writer.pack_box(((0, 3),)))
+        ),
+        r"the slice \(\(0, 3\),\) of 'head'",
+    ),
+    "piece too short": (_pieces(_FLOATS[:5]), "takes 6 values.*found 20 bytes"),
+    "piece too long": (_pieces(_FLOATS, _FLOATS[:1]), "takes 6 values.*found 28 bytes"),
+    "no pieces": (_pieces(), "takes 6 values.*found 0 bytes"),
+    "empty pieces": (_pieces(_FLOATS, _FLOATS[:0]), _NO_FLAT),
+    "piece of another dtype": (_pieces(np.zeros(6, "i4")), _NO_FLAT),
+    "piece that claims more": (_pieces(_FLOATS[:5], shape=(6,)), _NO_FLAT),
+    "piece that claims objects": (_pieces(_FLOATS, dtype="object"), _NO_FLAT),
+    "piece of two axes": (_pieces(_FLOATS.reshape(2, 3)), _NO_FLAT),
+    "pickle as a piece": (
+        lambda files: files.chunk(BIAS)[0].__setitem__(
+            0, msgpack.ExtType(writer.NDARRAY, b"\x80\x04N.")
+        ),
+        "cannot be read",
+    ),
+    "piece with bytes to spare": (
+        lambda files: files.chunk(BIAS)[0].__setitem__(
+            0,
+            msgpack.ExtType(writer.NDARRAY, files.chunk(BIAS)[0][0].data + b"\0"),
+        ),
+        "extra data",
+    ),
 }

@@ -2,7 +2,7 @@
 
 `mlp_sites` finds the MLPs of a model, `experts_from_mlps` copies one into experts,
 `replacement` puts them into the model, `model` is the class of the result, and
-`layers_of_models` and `copies` describe its parts in files.
+`copies` describes models and their layers in files.
 """
 
 from keras_softmoe.models.with_experts.model import ModelWithExperts as ModelWithExperts

@@ -1,10 +1,21 @@
-"""Copies of models of somebody else."""
+"""Configurations and copies of models from other libraries, and of their layers."""
+
+import functools
+from types import SimpleNamespace
 
 import keras
 
 from keras_softmoe.keras_adapter.layers import quick_garbage_collection
-from keras_softmoe.keras_adapter.surgery import sublayers
+from keras_softmoe.keras_adapter.surgery import (
+    forget_calls,
+    is_functional,
+    sublayers,
+)
+from keras_softmoe.layers import MoE
 from keras_softmoe.models.configuration import own_policy
+from keras_softmoe.models.with_experts.mlp_sites import is_of_keras_hub
+
+# === Models ===
 
 
 def copy_of(model):
@@ -18,23 +29,21 @@ def copy_of(model):
         # The user's own objects, not those of a file
         copy = keras.saving.deserialize_keras_object(config, safe_mode=False)
         shapes = [[tuple(w.shape) for w in m.weights] for m in (model, copy)]
-        reason = None if shapes[0] == shapes[1] else "it has other weights"
+        if shapes[0] != shapes[1]:
+            raise ValueError("it has other weights")
     except (TypeError, ValueError, NotImplementedError, AttributeError) as error:
-        shapes, reason = None, error
-    if reason is not None:
         raise ValueError(
             "The model is copied from its configuration and its weights. Received: a "
-            f"`{type(model).__name__}` of which that cannot be done: {reason}. A class "
-            "of your own needs `get_config` and "
-            "`keras.saving.register_keras_serializable`; merge LoRA factors first, and "
-            "add experts before `quantize`."
-        ) from (reason if isinstance(reason, Exception) else None)
+            f"`{type(model).__name__}` that cannot be copied: {error}. A class of your "
+            "own needs `get_config` and `keras.saving.register_keras_serializable`; "
+            "merge LoRA factors first, and add experts before `quantize`."
+        ) from error
     copy.set_weights(model.get_weights())
     # Not by their names, which KerasHub derives from that of the model
-    pairs = zip(sublayers(model), sublayers(copy), strict=True)
-    for old, new in ((model, copy), *((old[1], new[1]) for old, new in pairs)):
-        if new.trainable != old.trainable:
-            new.trainable = old.trainable
+    old, new = ([m, *(x for _, x, _ in sublayers(m))] for m in (model, copy))
+    for source, layer in zip(old, new, strict=True):
+        if layer.trainable != source.trainable:
+            layer.trainable = source.trainable
     return copy
 
 
@@ -58,15 +67,14 @@ def task_with(task, backbone):
 
 
 def quantization_of(model):
-    """Return a list with the place among all layers and the policy of quantized ones.
+    """Return a list with the index among all layers and the policy of quantized ones.
 
-    Not the paths: a model may have several layers of one path, and some names in a
-    model of somebody else are new in each copy.
+    A model may have several layers of one path, and layers whose names are new in each
+    copy.
     """
-    layers = enumerate(layer for _, layer, _ in sublayers(model))
     return [
         [index, keras.dtype_policies.serialize(own_policy(layer))]
-        for index, layer in layers
+        for index, (_, layer, _) in enumerate(sublayers(model))
         if layer.quantization_mode
     ]
 
@@ -81,3 +89,75 @@ def quantize_as(model, quantization):
                 size = policy.block_size
                 config = keras.quantizers.Int4QuantizationConfig(block_size=size)
             layers[index].quantize(policy.quantization_mode, config=config)
+
+
+# === Layers ===
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class LayerOfModel:
+    """Mixin of a layer whose configuration is that of its model, and its index there.
+
+    A graph over a model contains its layers. The configuration of a layer of KerasHub
+    does not say that experts have replaced its MLP, and some families' layers cannot be
+    created from theirs at all: the graph could not be loaded.
+
+    Attributes:
+        described_by: namespace with `model` and `index`, which Keras does not track.
+    """
+
+    def get_config(self):
+        # Keras creates a model that a file holds several times once, if each of them
+        # has its number: the first one gets it with the second.
+        model = keras.saving.serialize_keras_object(self.described_by.model)
+        if "shared_object_id" not in model:
+            model = keras.saving.serialize_keras_object(self.described_by.model)
+        model.pop("compile_config", None)
+        return {"name": self.name, "model": model, "index": self.described_by.index}
+
+    @classmethod
+    def from_config(cls, config):
+        model = keras.saving.deserialize_keras_object(config["model"])
+        layer = list(sublayers(model))[config["index"]][1]
+        if not isinstance(layer, LayerOfModel):
+            # The first one of a model of KerasHub; one with experts did it itself
+            describe_layers(model)
+        forget_calls(layer)
+        return layer
+
+
+def describe_layers(model):
+    """Let the layers of a model be saved in graphs over it.
+
+    Args:
+        model: model with experts, or of KerasHub. The classes of layers of KerasHub in
+            its graph, and of all layers around experts, become subclasses.
+    """
+    all_layers = list(sublayers(model))
+    parents = {id(layer): parent for _, layer, parent in all_layers}
+    around = set()
+    for _, layer, parent in all_layers:
+        while isinstance(layer, MoE) and parent is not model:
+            around.add(id(parent))
+            parent = parents[id(parent)]
+    for index, (_, layer, parent) in enumerate(all_layers):
+        is_in_graph = is_functional(parent) and is_of_keras_hub(layer)
+        if not is_functional(layer) and (is_in_graph or id(layer) in around):
+            layer.described_by = SimpleNamespace(model=model, index=index)
+            layer.__class__ = _described_by_model(type(layer))
+
+
+@functools.cache
+def _described_by_model(source):
+    """Return the subclass of a class of layers with the mixin above."""
+    if issubclass(source, LayerOfModel):
+        return source
+    members = {"__module__": __name__, "__doc__": source.__doc__}
+    cls = type(source.__name__, (LayerOfModel, source), members)
+    # All are serialized under the name of the mixin, which any process knows.
+    register = keras.saving.register_keras_serializable(
+        package="keras_softmoe", name=LayerOfModel.__name__
+    )
+    register(cls)
+    register(LayerOfModel)
+    return cls

@@ -1,5 +1,7 @@
 """Experts that begin as copies of an MLP of any model."""
 
+import functools
+import itertools
 import math
 from typing import NamedTuple
 
@@ -8,16 +10,17 @@ import numpy as np
 from keras import ops
 
 from keras_softmoe.keras_adapter.surgery import sublayers
-from keras_softmoe.layers import MLP, ImageMoE, MoE
+from keras_softmoe.layers import ImageMoE, MoE
 from keras_softmoe.ops.kernels import reshape
 
-# Activations that layers use in their own code
+# Activations that layers call in their own code
 _ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
+_FULL_PRECISION = ("float32", "float64")
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class Chain(keras.layers.Layer):
-    """Layers applied one after the other, the MLP of a model of somebody else.
+    """Layers applied one after the other: the MLP of another library's model.
 
     Args:
         parts: layers, built or not.
@@ -57,7 +60,7 @@ class Chain(keras.layers.Layer):
 
 
 class _InModel:
-    """Mixin of mixtures of experts in a model whose tokens are known beforehand.
+    """Mixin of mixtures of experts in a model with a fixed shape of tokens.
 
     On TensorFlow, layers of other libraries may lose the number of tokens in a batch of
     any size.
@@ -85,10 +88,9 @@ class ImageMoEInModel(_InModel, ImageMoE):
 def make_moe(router, parts, shape, settings, start="copies"):
     """Return a built `layers.MoE` whose experts are copies of an MLP.
 
-    This alone decides which kind of experts there are: an MLP of dense layers with
-    biases that `layers.MLP` can be (gated or not) becomes a bank, which is fast and
-    takes LoRA and int8. Any other is the template of the experts, by image if it
-    computes a token from others, too.
+    An MLP that `plain_mlp` recognizes becomes a bank of experts, which is fast and
+    supports LoRA and int8. Any other is the template of the experts, by image if it
+    computes a token from other tokens, too.
 
     Args:
         router: `Router`, a template.
@@ -100,36 +102,36 @@ def make_moe(router, parts, shape, settings, start="copies"):
         start: as in `add_experts`.
     """
     mlp = Chain(parts, name="mlp")
-    known = {"dtype": mlp.dtype_policy, **settings}
-    by_image = known.pop("by_image", None)
+    settings = {"dtype": mlp.dtype_policy, **settings}
+    by_image = settings.pop("by_image", None)
     plain = plain_mlp(mlp, shape)
     if plain is None:
         if start == "shared":
             raise ValueError(
                 "A shared expert is an MLP of dense layers with biases and an "
                 f'activation of Keras. Received: start="shared" for '
-                f'{parts[0].path!r}, another kind of layer. Take `start="copies"`.'
+                f'{parts[0].path!r}, another kind of layer. Pass `start="copies"`.'
             )
         mixes = mixes_tokens(mlp, shape)
         if mixes and by_image is False:
             raise ValueError(
                 "An MLP that computes a token from others, too, such as a convolution, "
                 "is applied to whole images. Received: by_image=False for "
-                f"{parts[0].path!r}. Leave it out, or take `by_image=True`."
+                f"{parts[0].path!r}."
             )
         by_image = mixes if by_image is None else by_image
         cls = ImageMoEInModel if by_image else MoEInModel
-        moe = cls(router, expert=mlp, **known)
+        moe = cls(router, expert=mlp, **settings)
         moe.build(shape)
         return moe
-    known |= {"activation": plain.activation, "gated": plain.gated}
+    settings |= {"activation": plain.activation, "gated": "gate_dense" in plain.pieces}
+    mlp_dim = plain.layers[-1].kernel.shape[0]
     if start == "shared":
-        known["shared_mlp_dim"] = plain.mlp_dim
+        settings["shared_mlp_dim"] = mlp_dim
     cls = ImageMoEInModel if by_image else MoEInModel
-    moe = cls(router, plain.mlp_dim, **known)
+    moe = cls(router, mlp_dim, **settings)
     moe.build(shape)
-    values = plain.read()
-    for name, (kernel, bias) in values.items():
+    for name, (kernel, bias) in plain.read().items():
         bank = getattr(moe.experts, name)
         if start == "shared":
             layer = getattr(moe.shared_mlp, name)
@@ -142,39 +144,8 @@ def make_moe(router, parts, shape, settings, start="copies"):
     return moe
 
 
-def mixes_tokens(mlp, shape):
-    """Return whether a layer computes a token from others or from its place, too.
-
-    Half of the tokens of an image are changed, under random weights: do the outputs of
-    the others change? Do outputs move with tokens?
-
-    Args:
-        mlp: built layer.
-        shape: shape of its inputs, `(None, ..., D)`.
-    """
-    rng = np.random.default_rng(0)
-    weights = [rng.normal(size=v.shape) for v in mlp.trainable_variables]
-    given = [
-        ops.convert_to_tensor(value / np.sqrt(max(value.shape[0], 1)), dtype=v.dtype)
-        for value, v in zip(weights, mlp.trainable_variables, strict=True)
-    ]
-    fixed = [ops.convert_to_tensor(v) for v in mlp.non_trainable_variables]
-    # (3, S, D)
-    x = np.repeat(rng.normal(size=(1, math.prod(shape[1:-1]), shape[-1])), 3, axis=0)
-    changed, others = np.split(rng.permutation(x.shape[1]), [x.shape[1] // 2])
-    x[1, changed] = rng.normal(size=x[1, changed].shape)
-    x[2] = np.roll(x[0], 1, axis=0)
-    inputs = ops.convert_to_tensor(x.reshape(3, *shape[1:]), dtype=mlp.compute_dtype)
-    outputs = mlp.stateless_call(given, fixed, inputs, training=False)[0]
-    y = ops.convert_to_numpy(ops.cast(outputs, "float32")).reshape(x.shape)
-    differences = np.abs(y[0] - y[1])[others], np.abs(np.roll(y[0], 1, 0) - y[2])
-    # In half precision, rounding may depend on the place of a token.
-    tolerance = 1e-4 if mlp.compute_dtype in ("float32", "float64") else 0.02
-    return bool(max(x.max() for x in differences) > tolerance * np.abs(y).max())
-
-
 class PlainMLP(NamedTuple):
-    """How dense layers make up a `layers.MLP`.
+    """Dense layers that make up a `layers.MLP`.
 
     Attributes:
         layers: list of `keras.layers.Dense`.
@@ -187,26 +158,24 @@ class PlainMLP(NamedTuple):
     pieces: dict
     activation: str
 
-    @property
-    def gated(self):
-        """Bool, whether it is gated."""
-        return "gate_dense" in self.pieces
+    def read(self, pairs=None):
+        """Return a dict from names to kernel and bias, arrays.
 
-    @property
-    def mlp_dim(self):
-        """Int, hidden width."""
-        return self.layers[-1].kernel.shape[0]
-
-    def read(self):
-        """Return a dict from names to kernel and bias, arrays."""
-        found = {}
-        for name, (index, half) in self.pieces.items():
-            layer = self.layers[index]
-            pair = ops.convert_to_numpy(layer.kernel), ops.convert_to_numpy(layer.bias)
-            if half is not None:
-                pair = tuple(np.split(x, 2, axis=-1)[half] for x in pair)
-            found[name] = pair
-        return found
+        Args:
+            pairs: list with kernel and bias of each dense layer. By default those that
+                the layers have.
+        """
+        if pairs is None:
+            pairs = [
+                tuple(map(ops.convert_to_numpy, (layer.kernel, layer.bias)))
+                for layer in self.layers
+            ]
+        return {
+            name: pairs[index]
+            if half is None
+            else tuple(np.split(x, 2, axis=-1)[half] for x in pairs[index])
+            for name, (index, half) in self.pieces.items()
+        }
 
     def write(self, values):
         """Give the dense layers the values that `read` returns."""
@@ -223,33 +192,55 @@ class PlainMLP(NamedTuple):
 def plain_mlp(mlp, shape):
     """Return the `PlainMLP` that a layer is, `None` if it is anything else.
 
+    The activation may be in the code of a layer. So the arrangement and the activation
+    are those with which an MLP computes the same from random weights.
+
     Args:
         mlp: built layer.
         shape: shape of its inputs, `(None, ..., D)`.
     """
-    inside = [layer for _, layer, _ in sublayers(mlp)]
-    dense = [x for x in (mlp, *inside) if type(x) is keras.layers.Dense]
-    if len(dense) not in (2, 3) or not all(x.use_bias for x in dense):
-        return None
-    own = {id(x) for layer in dense for x in (layer.kernel, layer.bias)}
+    inside = [mlp, *(layer for _, layer, _ in sublayers(mlp))]
+    dense = [x for x in inside if type(x) is keras.layers.Dense and x.use_bias]
+    own = [v for layer in dense for v in (layer.kernel, layer.bias)]
     # Random numbers (dropout, drop path) have a state, too.
-    if {id(variable) for variable in mlp.variables} != own:
-        return None
-    arrangements = _arrangements(dense, shape[-1])
-    if not arrangements:
+    if len(dense) not in (2, 3) or {*map(id, mlp.variables)} != {*map(id, own)}:
         return None
     named = [getattr(x, "activation", None) for x in (*dense, *inside)]
     named = [keras.activations.serialize(f) for f in named if callable(f)]
-    # Of functions of a user they are dicts.
+    # Those of a user's functions are dicts.
     named = [x for x in named if isinstance(x, str) and x != "linear"]
-    # An activation in the code of a layer can be told from another one by its values,
-    # in full precision.
-    is_exact = mlp.compute_dtype in ("float32", "float64")
-    for activation in dict.fromkeys((*named, *(_ACTIVATIONS if is_exact else ()))):
-        for pieces in arrangements:
-            plain = PlainMLP(dense, pieces, activation)
-            if _computes(mlp, plain, len(shape), 1e-5 if is_exact else 5e-2):
-                return plain
+    is_exact = mlp.compute_dtype in _FULL_PRECISION
+    # In half precision GELU and its approximation cannot be told apart.
+    activations = dict.fromkeys((*named, *(_ACTIVATIONS if is_exact else ())))
+    # Inputs of activations are between -3 and 3, where these differ.
+    rng = np.random.default_rng(0)
+    x = 2 * rng.normal(size=(*[2] * (len(shape) - 1), shape[-1]))
+    arrangements = _arrangements(dense, shape[-1])
+    if arrangements:
+        expected, values = _outputs(mlp, own, x, rng)
+        pairs = list(zip(values[::2], values[1::2], strict=True))
+    for pieces, activation in itertools.product(arrangements, activations):
+        plain = PlainMLP(dense, pieces, activation)
+        layers = plain.read(pairs)
+        firsts = {
+            name: x @ kernel + bias
+            for name, (kernel, bias) in layers.items()
+            if name != "output_dense"
+        }
+        hidden = firsts["intermediate_dense"]
+        gate = firsts.get("gate_dense", hidden)
+        function = functools.partial(keras.activations.gelu, approximate=True)
+        if activation != "gelu_tanh":
+            function = keras.activations.get(activation)
+        activated = ops.convert_to_numpy(
+            function(ops.convert_to_tensor(gate, "float32"))
+        )
+        if gate is not hidden:
+            activated = activated * hidden
+        kernel, bias = layers["output_dense"]
+        difference = np.abs(activated @ kernel + bias - expected)
+        if difference.max() < (1e-5 if is_exact else 5e-2) * np.abs(expected).max():
+            return plain
     return None
 
 
@@ -274,34 +265,41 @@ def _arrangements(dense, width):
     ]
 
 
-def _computes(mlp, plain, rank, tolerance):
-    """Return whether a layer computes the same as a `layers.MLP` of its weights."""
+def mixes_tokens(mlp, shape):
+    """Return whether a layer computes a token from others or from its place, too.
+
+    With random weights, half of the tokens of an image are changed, and all are moved:
+    the other outputs must not change, and outputs must move with the tokens.
+
+    Args:
+        mlp: built layer.
+        shape: shape of its inputs, `(None, ..., D)`.
+    """
     rng = np.random.default_rng(0)
-    width = plain.layers[0].kernel.shape[0]
-    ours = MLP(
-        plain.mlp_dim, activation=plain.activation, gated=plain.gated, dtype="float32"
+    # (3, S, D)
+    x = np.repeat(rng.normal(size=(1, math.prod(shape[1:-1]), shape[-1])), 3, axis=0)
+    changed, others = np.split(rng.permutation(x.shape[1]), [x.shape[1] // 2])
+    x[1, changed] = rng.normal(size=x[1, changed].shape)
+    x[2] = np.roll(x[0], 1, axis=0)
+    inputs = x.reshape(3, *shape[1:])
+    y = _outputs(mlp, mlp.trainable_variables, inputs, rng)[0].reshape(x.shape)
+    differences = np.abs(y[0] - y[1])[others], np.abs(np.roll(y[0], 1, 0) - y[2])
+    # In half precision, rounding may depend on the place of a token.
+    tolerance = 1e-4 if mlp.compute_dtype in _FULL_PRECISION else 0.02
+    return bool(max(x.max() for x in differences) > tolerance * np.abs(y).max())
+
+
+def _outputs(mlp, variables, inputs, rng):
+    """Return the outputs with random values of some variables, and these values."""
+    values = [
+        rng.normal(scale=1 / np.sqrt(max((*v.shape, 1)[0], 1)), size=v.shape)
+        for v in variables
+    ]
+    given = {id(v): value for v, value in zip(variables, values, strict=True)}
+    state = (
+        [ops.convert_to_tensor(given.get(id(v), v), dtype=v.dtype) for v in part]
+        for part in (mlp.trainable_variables, mlp.non_trainable_variables)
     )
-    ours.build((None, width))
-    values = {}
-    for layer in plain.layers:
-        # Where the activations differ: between -3 and 3
-        scale = 1 / np.sqrt(layer.kernel.shape[0])
-        for variable in (layer.kernel, layer.bias):
-            value = rng.normal(scale=scale, size=variable.shape)
-            values[id(variable)] = value.astype("float32")
-    for name, (index, half) in plain.pieces.items():
-        layer, copy = plain.layers[index], getattr(ours, name)
-        pairs = (layer.kernel, copy.kernel), (layer.bias, copy.bias)
-        for variable, other in pairs:
-            value = values[id(variable)]
-            if half is not None:
-                value = np.split(value, 2, axis=-1)[half]
-            other.assign(value)
-    x = 2 * rng.normal(size=(*[2] * (rank - 1), width)).astype("float32")
-    given = (
-        [ops.convert_to_tensor(values[id(v)], dtype=v.dtype) for v in variables]
-        for variables in (mlp.trainable_variables, mlp.non_trainable_variables)
-    )
-    outputs = mlp.stateless_call(*given, x, training=False)[0], ours(x)
-    found, expected = (ops.convert_to_numpy(ops.cast(y, "float32")) for y in outputs)
-    return np.abs(found - expected).max() < tolerance * np.abs(expected).max()
+    inputs = ops.convert_to_tensor(inputs, dtype=mlp.compute_dtype)
+    outputs = mlp.stateless_call(*state, inputs, training=False)[0]
+    return ops.convert_to_numpy(ops.cast(outputs, "float32")), values

@@ -1,4 +1,4 @@
-"""Places in any Keras model where experts may stand: its MLPs."""
+"""MLPs in any Keras model, which experts can replace."""
 
 import fnmatch
 from typing import NamedTuple
@@ -8,7 +8,6 @@ import keras
 from keras_softmoe.checks import quote
 from keras_softmoe.keras_adapter.surgery import sublayer, sublayers
 from keras_softmoe.layers import MoE, SoftMoE
-from keras_softmoe.models.backbone import MoEBackbone
 from keras_softmoe.routers import (
     IdentityRouter,
     Router,
@@ -46,9 +45,8 @@ _DENSE_LAYERS = keras.layers.Dense | keras.layers.EinsumDense
 
 GATED = (
     "Gated MLPs whose dense layers are parts of a block, as in the decoders of Llama "
-    "and Gemma, are not supported yet, however they are named. Take a family that "
-    "`add_experts` lists, a model whose gated MLPs are layers of their own, or build "
-    "one with `layers.MoE(router, mlp_dim=..., gated=True)`."
+    "and Gemma, are not supported yet. Use a family that `add_experts` lists, or a "
+    "model whose gated MLPs are layers of their own."
 )
 
 
@@ -78,22 +76,22 @@ def find_sites(model, rule=None):
     Raises:
         ValueError: if there are none, with the layers that might be meant.
     """
-    _check_rule(rule)
+    if rule is not None:
+        _check_rule(rule)
     layers = [("", model, None), *sublayers(model)]
     places = {id(layer): (path, parent) for path, layer, parent in layers}
     found, taken = [], set()
-    for path, layer, _ in layers:
-        # A part of a site is no site of its own.
-        if id(layer) in taken:
-            taken |= {id(part) for _, part, _ in sublayers(layer)}
+    for path, layer, parent in layers:
+        # Parts of a site are no sites of their own.
+        if id(layer) in taken or id(parent) in taken:
+            taken.add(id(layer))
             continue
-        if isinstance(layer, MoE | SoftMoE):
-            taken |= {id(part) for _, part, _ in sublayers(layer)}
         for parts in _matches(path, layer, rule):
-            if any(id(part) in taken for part in parts):
-                continue
-            taken |= {id(part) for part in parts}
-            found.append(_site(parts, places))
+            if not any(id(part) in taken for part in parts):
+                taken.update(map(id, parts))
+                found.append(_site(parts, places))
+        if isinstance(layer, MoE | SoftMoE):
+            taken.add(id(layer))
     if not found:
         _refuse_without_sites(model, rule, layers)
     return found
@@ -102,22 +100,23 @@ def find_sites(model, rule=None):
 def _site(parts, places):
     """Return the site of some parts; `places` has the path and parent of each layer."""
     paths, parents = zip(*(places[id(part)] for part in parts), strict=True)
-    is_causal = any(_is_causal(layer) for layer in _above(parts[0], places))
+    layer, is_causal = parts[0], False
+    while layer is not None and not is_causal:
+        is_causal, layer = _is_causal(layer), places[id(layer)][1]
     return Site(paths, parts, parents, is_causal)
 
 
 def places_of(model, sites):
-    """Return the places of the parts of sites among the layers, lists of int.
+    """Return the indices of the parts of sites among the layers, lists of int.
 
-    In a model that is made from the configuration of another one they are the same,
-    which names are not.
+    Unlike names, they are the same in a copy of the model.
     """
     indices = {id(x): index for index, (_, x, _) in enumerate(sublayers(model))}
     return [[indices[id(part)] for part in site.parts] for site in sites]
 
 
 def sites_at(model, places):
-    """Return the sites with the places that `places_of` returns."""
+    """Return the sites with the indices that `places_of` returns."""
     layers = list(sublayers(model))
     above = {id(layer): (path, parent) for path, layer, parent in layers}
     above[id(model)] = ("", None)
@@ -130,22 +129,28 @@ def _matches(path, layer, rule):
     if callable(rule):
         return [(layer,)] if path and rule(layer) else []
     if rule is None:
-        names = {cls.__name__ for cls in type(layer).__mro__}
-        chains = [chain for name, chain in _FAMILIES.items() if name in names]
         if not is_of_keras_hub(layer):
             return []
-        return [parts for parts in (_parts(layer, c) for c in chains[:1]) if parts]
+        names = {cls.__name__ for cls in type(layer).__mro__}
+        chains = [chain for name, chain in _FAMILIES.items() if name in names][:1]
+    else:
+        chains = []
+        for entry in rule:
+            chain = (entry,) if isinstance(entry, str) else tuple(entry)
+            folder = min((name.rpartition("/")[0] for name in chain), key=len)
+            patterns = (folder, f"*/{folder}")
+            if not folder or any(fnmatch.fnmatchcase(path, p) for p in patterns):
+                chains.append([n[len(folder) :].lstrip("/") for n in chain])
     found = []
-    for entry in rule:
-        chain = (entry,) if isinstance(entry, str) else tuple(entry)
-        folders = {name.rpartition("/")[0] for name in chain}
-        folder = min(folders, key=len)
-        if folder and not _is_path(path, folder):
-            continue
-        names = [name[len(folder) :].lstrip("/") for name in chain]
-        parts = _parts(layer, names)
-        if parts:
-            found.append(parts)
+    for chain in chains:
+        parts = []
+        for name in chain:
+            part = layer
+            for step in name.split("/"):
+                part = None if part is None else sublayer(part, step)
+            parts.append(part)
+        if None not in parts:
+            found.append(tuple(parts))
     return found
 
 
@@ -154,30 +159,6 @@ def is_of_keras_hub(layer):
     classes = (cls.__module__ for cls in type(layer).__mro__)
     others = (module for module in classes if not module.startswith("keras_softmoe."))
     return next(others).startswith("keras_hub.")
-
-
-def _is_path(path, pattern):
-    return fnmatch.fnmatchcase(path, pattern) or fnmatch.fnmatchcase(
-        path, f"*/{pattern}"
-    )
-
-
-def _parts(layer, names):
-    """Return the parts of a layer with these names (or paths), `None` if one misses."""
-    parts = []
-    for name in names:
-        part = layer
-        for step in name.split("/"):
-            part = None if part is None else sublayer(part, step)
-        parts.append(part)
-    return None if None in parts else tuple(parts)
-
-
-def _above(layer, places):
-    """Yield a layer, and those that contain it."""
-    while layer is not None:
-        yield layer
-        layer = places[id(layer)][1]
 
 
 def _is_causal(layer):
@@ -190,7 +171,7 @@ def _is_causal(layer):
 
 def _check_rule(rule):
     """Raise unless a rule has one of the forms of `sites` in `add_experts`."""
-    if rule is None or callable(rule):
+    if callable(rule):
         return
     chains = rule if isinstance(rule, list | tuple) else [()]
     chains = [[x] if isinstance(x, str) else x for x in chains]
@@ -205,69 +186,41 @@ def _check_rule(rule):
 
 
 def _refuse_without_sites(model, rule, layers):
+    """Raise an error with the layers that might be meant."""
+    paths = {id(layer): path for path, layer, _ in layers}
     candidates = {}
     for path, layer, parent in layers:
-        if isinstance(layer, _DENSE_LAYERS):
-            kind = f"`{type(parent).__name__}` ({_path_of(layers, parent)})"
-            name = path.rpartition("/")[2]
-            candidates.setdefault(kind, []).append(name)
-            if "gat" in name and _is_block(parent, layers):
-                raise ValueError(
-                    f"{GATED} Received: a `{type(model).__name__}` with {name!r} in a "
-                    f"`{type(parent).__name__}`."
-                )
+        if not isinstance(layer, _DENSE_LAYERS):
+            continue
+        kind = f"`{type(parent).__name__}` ({paths[id(parent)] or 'the model'})"
+        name = path.rpartition("/")[2]
+        candidates.setdefault(kind, []).append(name)
+        # A block has other parts than dense layers, and no experts.
+        parts = [x for _, x, above in layers if above is parent and x.weights]
+        is_mlp = all(isinstance(x, _DENSE_LAYERS) for x in parts)
+        is_ours = "moe" in type(parent).__name__.lower()
+        if "gat" in name and not is_mlp and not is_ours:
+            raise ValueError(
+                f"{GATED} Received: a `{type(model).__name__}` with {name!r} in a "
+                f"`{type(parent).__name__}`."
+            )
     names = "; ".join(
         f"{kind} with {', '.join(dict.fromkeys(dense))}"
         for kind, dense in list(candidates.items())[:12]
     )
-    causal = any(_is_causal(layer) for _, layer, _ in layers)
-    note = (
-        " Its blocks are causal decoders: a router that looks at later tokens would "
-        "not fit them." * causal
-    )
+    note = ""
+    if any(_is_causal(layer) for _, layer, _ in layers):
+        note = " Its blocks are causal decoders: routers must not look at later tokens."
     asked = "" if rule is None else f" and sites={quote(rule)}"
     raise ValueError(
         f"No MLP was found that experts could replace. Received: a "
         f"`{type(model).__name__}`{asked}.{note} Name the layers to replace: `sites` "
-        "takes names (several in a tuple, if a block spreads its MLP over them) or a "
+        "accepts names (several in a tuple, if a block spreads its MLP over them) or a "
         f"predicate. Layers with dense layers: {names or 'none'}."
     )
 
 
-def _is_block(layer, layers):
-    """Return whether a layer has other parts than dense layers, and no experts."""
-    parts = [x for _, x, parent in layers if parent is layer and x.weights]
-    has_experts = "moe" in type(layer).__name__.lower()
-    return not has_experts and not all(isinstance(x, _DENSE_LAYERS) for x in parts)
-
-
-def _path_of(layers, parent):
-    """Return the path of a layer, "the model" for the model itself."""
-    return next((path for path, x, _ in layers if x is parent), "") or "the model"
-
-
 # === Checks ===
-
-
-def check_model(model):
-    """Raise unless a model of somebody else can be copied and searched."""
-    if not isinstance(model, keras.Model):
-        raise ValueError(
-            "`model` must be a `keras.Model`, for example a backbone of KerasHub. "
-            f"Received: model={quote(model)}. A layer can be put into one: "
-            "`keras.Model(inputs, layer(inputs))`."
-        )
-    backbone = getattr(model, "backbone", model)
-    if isinstance(backbone, MoEBackbone) or hasattr(model, "text_backbone"):
-        raise ValueError(
-            f"A `{type(model).__name__}` is a model of this library. Received: "
-            f"model={quote(model)}. Take `ksm.converters.upcycle`."
-        )
-    if not model.built:
-        raise ValueError(
-            "A model that is not built has no layers to replace. Received: a "
-            f"`{type(model).__name__}` with built=False. Call it once on data."
-        )
 
 
 def check_routers(router, blocks):
@@ -282,14 +235,13 @@ def check_routers(router, blocks):
             )
         if one.knows_modalities:
             raise ValueError(
-                "A router of two modalities belongs to a `LIMoEBackbone`: here all "
-                f"tokens are of one kind. Received: router={quote(one)}. Take "
-                "`SoftmaxTokenChoiceRouter`, for example."
+                "A router of two modalities belongs to a `LIMoEBackbone`. Received: "
+                f"router={quote(one)}. Use `SoftmaxTokenChoiceRouter`, for example."
             )
     if len(routers) != len(blocks):
         raise ValueError(
             "A list of routers has one for each block with experts. Received: "
-            f"{len(routers)} routers for blocks={blocks}. Give as many, or one for all."
+            f"{len(routers)} routers for blocks={blocks}."
         )
     return dict(zip(blocks, routers, strict=True))
 
@@ -309,38 +261,18 @@ def check_blocks(blocks, sites):
     return tuple(sorted(blocks))
 
 
-def check_free(sites):
-    """Raise if one of the sites has experts already."""
-    for site in sites:
-        inside = [x for part in site.parts for _, x, _ in sublayers(part)]
-        mixtures = [x for x in (*site.parts, *inside) if isinstance(x, MoE | SoftMoE)]
-        if mixtures:
-            raise ValueError(
-                "Experts stand in the place of an MLP, not of other experts. Received: "
-                f"the site {site.paths[0]!r} with {mixtures[0].path!r}. Choose other "
-                "blocks."
-            )
-
-
 def check_causal(router, site, by_image):
-    """Raise if routing depends on later tokens in a block whose tokens must not.
-
-    Args:
-        router: `Router`.
-        site: `Site`.
-        by_image: bool or `None`, as in `add_experts`.
-    """
-    if site.is_causal and by_image:
+    """Raise if routing in a causal block depends on later tokens."""
+    if by_image:
         raise ValueError(
-            f"The block of {site.paths[0]!r} is causal, and routing by image takes the "
-            "mean of all tokens, later ones included. Received: by_image=True for it. "
-            "Route by token (`by_image=False`), or choose other blocks."
+            f"The block of {site.paths[0]!r} is causal, and routing by image uses the "
+            "mean of all tokens, later ones included. Received: by_image=True."
         )
-    if site.is_causal and looks_ahead(router):
+    if looks_ahead(router):
         raise ValueError(
-            f"The block of {site.paths[0]!r} is causal: what it computes for a token "
-            "must not depend on later ones, or the model could not generate. Received: "
-            f"a `{type(router).__name__}`, which does with its settings. Take "
+            f"The block of {site.paths[0]!r} is causal: its result for a token must "
+            "not depend on later ones, or the model could not generate. Received: a "
+            f"`{type(router).__name__}`, which does with its settings. Use "
             "`SoftmaxTokenChoiceRouter` with `capacity_factor=None` (room for all "
             "tokens)."
         )
@@ -350,7 +282,7 @@ def looks_ahead(router):
     """Return whether the decision of a router for a token depends on later tokens.
 
     Args:
-        router: `Router`. Of classes that are unknown here it is assumed.
+        router: `Router`. `True` for unknown classes.
     """
     if isinstance(router, IdentityRouter):
         return False
@@ -371,10 +303,10 @@ def looks_ahead(router):
 def keeps_outputs(router):
     """Return whether equal experts have the outputs of one MLP, for any tokens.
 
-    So it is where each token keeps all its choices, with gates that sum to one.
+    They do if each token keeps all its choices, with gates that sum to one.
 
     Args:
-        router: `Router`. Of classes that are unknown here it is denied.
+        router: `Router`. `False` for unknown classes.
     """
     if isinstance(router, IdentityRouter):
         return True

@@ -18,10 +18,10 @@ from keras_softmoe.models.configuration import (
 from keras_softmoe.models.mutable_routing import MutableRouting, recompile_on_change
 from keras_softmoe.models.with_experts.copies import (
     configuration_of,
+    describe_layers,
     quantization_of,
     quantize_as,
 )
-from keras_softmoe.models.with_experts.layers_of_models import describe_layers
 from keras_softmoe.models.with_experts.mlp_sites import (
     check_blocks,
     check_routers,
@@ -37,7 +37,7 @@ from keras_softmoe.models.with_experts.token_shapes import token_shapes
 
 
 class _EqualToSource(type):
-    """Class of classes that are equal to the class of the dense model.
+    """Metaclass whose classes are equal to the class of the dense model.
 
     KerasHub compares classes to find the task, preprocessor or tokenizer of a backbone.
     """
@@ -57,9 +57,9 @@ class ModelWithExperts(
 ):
     """A model of another library in which some MLPs are mixtures of experts.
 
-    `add_experts` makes it from a copy: this constructor changes the model it is given.
-    A model made of a backbone of KerasHub has a subclass of this class and of that of
-    the backbone (`class_with_experts`), with its attributes, properties and methods.
+    `add_experts` creates it from a copy: this constructor changes the model it is
+    given. For a backbone of KerasHub `class_with_experts` is a subclass of this class
+    and of that of the backbone.
 
     Args:
         model: built `keras.Model`, which becomes a part of this one.
@@ -74,7 +74,7 @@ class ModelWithExperts(
 
     Attributes:
         moe_blocks: tuple of int, the blocks with experts.
-        num_blocks: int, how many MLPs the model has, with experts or not.
+        num_blocks: int, number of MLPs in the model, with experts or not.
     """
 
     further_keys = ("quantization",)
@@ -110,7 +110,7 @@ class ModelWithExperts(
         inner = inner_backbones(model, found, held)
         layers, in_graph = put_experts(model, chosen, routers, held)
         inputs, outputs, attributes = graph_with(model, in_graph)
-        # Not that of the class of the dense model, which would make its layers anew
+        # Not that of the class of the dense model, which would create its layers again
         keras_hub.models.Backbone.__init__(
             self, inputs=inputs, outputs=outputs, dtype=model.dtype_policy, name=name
         )
@@ -150,7 +150,7 @@ class ModelWithExperts(
     enable_lora, quantize = enable_lora, quantize
 
     def default_lora_layer_names(self):
-        """Layers that `enable_lora` adapts: those of KerasHub, and banks of experts."""
+        """Return names of layers for `enable_lora`: KerasHub's and those of experts."""
         return [
             *super().default_lora_layer_names(),
             "intermediate_dense",
@@ -202,14 +202,9 @@ class ModelWithExperts(
 
 @functools.cache
 def class_with_experts(source):
-    """Return the class of the models with experts that are made of another class.
+    """Return the subclass of `ModelWithExperts` for models of a class.
 
-    Args:
-        source: subclass of `keras.Model`.
-
-    Returns:
-        Subclass of `ModelWithExperts`, and of `source` if that is a class of KerasHub's
-        backbones.
+    It is a subclass of `source`, too, if that is a backbone of KerasHub.
     """
     if issubclass(source, ModelWithExperts):
         return source

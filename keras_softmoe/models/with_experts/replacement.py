@@ -1,4 +1,4 @@
-"""Mixtures of experts in the places of MLPs of a model, and its graph with them."""
+"""Replacement of MLPs by mixtures of experts, in layers and in the graph of a model."""
 
 import contextlib
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ from keras_softmoe.models.with_experts.token_shapes import ends
 
 
 def put_experts(model, sites, routers, held):
-    """Put mixtures of experts in the places of MLPs.
+    """Replace MLPs by mixtures of experts.
 
     Args:
         model: built model, which is changed.
@@ -29,7 +29,7 @@ def put_experts(model, sites, routers, held):
 
     Returns:
         dict from blocks to `layers.MoE`; dict from the `id` of a layer in the graph of
-        a functional model to the one that is to be in its place.
+        a functional model to its replacement.
     """
     layers, in_graph = {}, {}
     images = held.moe_settings.get("by_image")
@@ -50,7 +50,8 @@ def put_experts(model, sites, routers, held):
                 settings["dtype"] = model.dtype_policy
             shape = held.shapes[block]
             moe = make_moe(routers[block], site.parts, shape, settings, held.start)
-        check_causal(routers[block], site, moe.routes_images)
+        if site.is_causal:
+            check_causal(routers[block], site, moe.routes_images)
         if is_fixed:
             moe.token_shape = shape[1:]
         layers[block] = moe
@@ -72,7 +73,7 @@ def graph_with(model, new):
 
     Args:
         model: built model.
-        new: dict from the `id` of a layer in the graph to the one in its place.
+        new: dict from the `id` of a layer in the graph to its replacement.
 
     Returns:
         Keras tensors of inputs and outputs; dict of attributes.
@@ -104,12 +105,7 @@ def graph_with(model, new):
 
 
 def _with_layers(model, new):
-    """Return a functional model with other layers in its graph.
-
-    Args:
-        model: functional model.
-        new: dict from the `id` of a layer to the one in its place.
-    """
+    """Return a functional model with other layers in its graph, see `graph_with`."""
 
     def clone(layer):
         if id(layer) in new:
@@ -123,9 +119,7 @@ def _with_layers(model, new):
 
 
 def inner_backbones(model, sites, held):
-    """Return the backbones inside a model, or in its attributes, that have sites.
-
-    A task's backbone may be made of others, as that of SegFormer of an image encoder.
+    """Return the backbones inside a model, as SegFormer's has an image encoder.
 
     Args:
         model: built model, not changed yet.

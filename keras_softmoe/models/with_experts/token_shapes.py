@@ -1,4 +1,6 @@
-"""Inputs and shapes of models of somebody else."""
+"""Inputs of models of other libraries, and shapes of tokens inside them."""
+
+import functools
 
 import keras
 from keras import ops
@@ -32,15 +34,12 @@ def check_sites(model, sites):
     """
     calls = {id(part): [] for site in sites for part in site.parts}
 
-    def noting(calls):
-        def around(call, *args, **kwargs):
-            outputs = call(*args, **kwargs)
-            calls.append((args, kwargs, outputs))
-            return outputs
+    def note(key, call, *args, **kwargs):
+        outputs = call(*args, **kwargs)
+        calls[key].append((args, kwargs, outputs))
+        return outputs
 
-        return around
-
-    around = {key: noting(calls[key]) for key in calls}
+    around = {key: functools.partial(note, key) for key in calls}
     call_symbolically(model, example_inputs(model), around)
     for site in sites:
         flows = [calls[id(part)] for part in site.parts]
@@ -56,51 +55,45 @@ def _check_flow(site, flow):
         flow: for each part a tuple of arguments, keyword arguments and outputs; `None`
             if one is not called.
     """
+    parts = ", ".join(
+        f"{path!r} (`{type(part).__name__}`)"
+        for path, part in zip(site.paths, site.parts, strict=True)
+    )
 
-    def refuse(problem, remedy):
-        parts = ", ".join(
-            f"{path!r} (`{type(part).__name__}`)"
-            for path, part in zip(site.paths, site.parts, strict=True)
-        )
+    def refuse(problem, remedy=" Name the dense layers of the MLP."):
         raise ValueError(
             "A site is an MLP, from tokens to tokens of the same shape: a layer, or "
-            f"all layers from its first to its last one in their order. {problem} "
-            f"Received: sites with {parts}. {remedy}"
+            f"all layers from its first to its last one in their order. But {problem}. "
+            f"Received: sites with {parts}.{remedy}"
         )
 
     if flow is None:
-        refuse("But one of these is not called.", "Name the dense layers of the MLP.")
+        refuse("one of these is not called")
     first = [args[0] for args, _, _ in flow if args]
     is_half = len(flow) == 1 and "gat" in site.paths[0].rpartition("/")[2]
     if len({id(x) for x in first}) < len(first) or (
         is_half and getattr(flow[0][2], "shape", None) != first[0].shape
     ):
         raise ValueError(f"{GATED} Received: sites with {site.paths}.")
-    tokens = before = first[0] if first else None
-    for path, (args, kwargs, outputs) in zip(site.paths, flow, strict=True):
+    tokens = outputs = first[0] if first else None
+    for path, (args, kwargs, results) in zip(site.paths, flow, strict=True):
         further = [x for x in kwargs if x not in ("mask", "training")]
         if len(args) != 1 or further or not ops.is_tensor(args[0]):
+            refuse(f"{path!r} is called with more than one tensor")
+        if path != site.paths[0] and args[0] is not outputs:
             refuse(
-                f"But {path!r} is called with more than one tensor.",
-                "Name the dense layers of the MLP.",
+                f"{path!r} does not get the outputs of the part before it",
+                " Name the layers between them, too; for an activation in the code of "
+                "a block, name a layer around it.",
             )
-        if path != site.paths[0] and args[0] is not before:
-            refuse(
-                f"But {path!r} does not get the outputs of the part before it.",
-                "Name the layers between them, too; an activation in the code of a "
-                "block has no name, so take a layer around it.",
-            )
-        before = outputs
+        outputs = results
     shapes = [
         tuple(x.shape) if ops.is_tensor(x) else f"a {type(x).__name__}"
-        for x in (tokens, before)
+        for x in (tokens, outputs)
     ]
     is_float = "float" in keras.backend.standardize_dtype(tokens.dtype)
     if len(shapes[0]) < 3 or shapes[0] != shapes[1] or not is_float:
-        refuse(
-            f"But these map inputs of shape {shapes[0]} to {shapes[1]}.",
-            "Name the MLP that maps `(batch, ..., width)` to the same shape.",
-        )
+        refuse(f"these map inputs of shape {shapes[0]} to {shapes[1]}")
 
 
 def token_shapes(model, sites):
@@ -115,14 +108,14 @@ def token_shapes(model, sites):
     """
     shapes = {}
 
-    def noting(block):
-        def around(call, inputs, *args, **kwargs):
-            shapes[block] = (None, *inputs.shape[1:])
-            return call(inputs, *args, **kwargs)
+    def note(block, call, inputs, *args, **kwargs):
+        shapes[block] = (None, *inputs.shape[1:])
+        return call(inputs, *args, **kwargs)
 
-        return around
-
-    around = {id(site.parts[0]): noting(block) for block, site in sites.items()}
+    around = {
+        id(site.parts[0]): functools.partial(note, block)
+        for block, site in sites.items()
+    }
     call_symbolically(model, example_inputs(model), around)
     never = [block for block in sites if block not in shapes]
     if never:
@@ -137,8 +130,9 @@ def example_inputs(model, batch_size=1):
     """Return the inputs of a model as Keras tensors of known sizes."""
     tokens = getattr(model, "max_sequence_length", None) or _TOKENS
 
-    def known(x):
-        sizes = (tokens if size is None else size for size in x.shape[1:])
-        return keras.KerasTensor((batch_size, *sizes), dtype=x.dtype)
-
-    return keras.tree.map_structure(known, ends(model)[0])
+    return keras.tree.map_structure(
+        lambda x: keras.KerasTensor(
+            (batch_size, *(tokens if n is None else n for n in x.shape[1:])), x.dtype
+        ),
+        ends(model)[0],
+    )

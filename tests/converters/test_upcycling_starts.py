@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from keras_softmoe.converters import token_statistics as statistics
+from keras_softmoe.converters import upcycling_starts as statistics
 from tests.support.close import assert_near
 
 

@@ -1,0 +1,154 @@
+"""Copies of checkpoints on the web and in public buckets.
+
+`gs://bucket/name` is read as `https://storage.googleapis.com/bucket/name`: since
+version 2.20 TensorFlow's reader of buckets is a separate package.
+"""
+
+import contextlib
+import hashlib
+import io
+import os
+import shutil
+import socket
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import keras
+
+from keras_softmoe.checkpoints.checkpoint import CheckpointError, open_file
+from keras_softmoe.checkpoints.vmoe import data_path, read_index
+from keras_softmoe.files import atomic_file
+
+ONE_FILE_SUFFIXES = (".npz", ".safetensors")
+_BUCKETS = "https://storage.googleapis.com/"
+# Timeout for a server's answer, in seconds
+_PATIENCE = 10.0
+
+
+def web_address(path):
+    """Return the URL of a path on the web, or `None`.
+
+    Args:
+        path: str. Those with `gs://`, `https://` and `http://` are on the web.
+    """
+    if path.startswith("gs://"):
+        return _BUCKETS + path.removeprefix("gs://")
+    return path if path.startswith(("https://", "http://")) else None
+
+
+def is_one_file(prefix):
+    """Return whether a checkpoint is a single file (`.npz`, `.safetensors`)."""
+    return str(prefix).endswith(ONE_FILE_SUFFIXES)
+
+
+def local_copy(prefix):
+    """Return the prefix of a checkpoint on this machine, downloaded once if needed.
+
+    Copies are kept in `keras_softmoe/checkpoints/` below the directory of Keras.
+
+    Args:
+        prefix: str, the prefix, path or URL.
+    """
+    if web_address(prefix) is None:
+        return prefix
+    home = os.environ.get("KERAS_HOME") or Path("~", ".keras").expanduser()
+    name = hashlib.sha256(prefix.encode()).hexdigest()[:16]
+    folder = Path(home, "keras_softmoe", "checkpoints", name)
+    return download_checkpoint(prefix, folder, keep=True)
+
+
+def download_checkpoint(prefix, folder, verbose=1, keep=False):
+    """Copy the files of a checkpoint into a folder.
+
+    Args:
+        prefix: str, the common part of the files, for example `gs://bucket/name`, or a
+            single `.npz` or `.safetensors` file. Public buckets are read over HTTPS.
+        folder: str or path of a directory.
+        verbose: 0 or 1, whether to show progress bars.
+        keep: bool, whether files that are there already are kept.
+
+    Returns:
+        str, the prefix of the copies.
+
+    Raises:
+        CheckpointError: (a `ValueError`) if a file cannot be read, or the index is
+            damaged.
+    """
+    copy = str(Path(folder, prefix.rpartition("/")[2]))
+    if is_one_file(prefix):
+        _copy(prefix, copy, verbose, keep)
+        return copy
+    _copy(f"{prefix}.index", f"{copy}.index", 0, keep)
+    _, shard_count = read_index(copy)
+    for shard in range(shard_count):
+        names = [data_path(path, shard, shard_count) for path in (prefix, copy)]
+        _copy(*names, verbose, keep)
+    return copy
+
+
+def _copy(source, target, verbose, keep):
+    if keep and os.path.exists(target):
+        return
+    # An interrupted copy does not get the name of a whole one.
+    if (url := web_address(source)) is not None:
+        with atomic_file(target) as aside:
+            os.replace(_download(url, aside.parent, verbose), aside)
+        return
+    with (
+        open_file(source, "a checkpoint") as (file, _),
+        atomic_file(target) as aside,
+        open(aside, "wb") as copy,
+    ):
+        shutil.copyfileobj(file, copy)
+
+
+def _download(url, folder, verbose):
+    """Fetch a file with `keras.utils.get_file` and return its path."""
+    _check_answer(url)
+    output = contextlib.nullcontext()
+    if not verbose:
+        output = contextlib.redirect_stdout(io.StringIO())
+    # `get_file` has no argument for a timeout.
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(_PATIENCE)
+    try:
+        with output:
+            name = Path(url).name
+            return keras.utils.get_file(name, url, cache_dir=folder, cache_subdir="")
+    # It raises plain `Exception`.
+    except Exception as error:
+        raise _error(url, error) from error
+    finally:
+        socket.setdefaulttimeout(before)
+
+
+def _check_answer(url):
+    """Raise unless a server has the file, and says so in time."""
+    problems = [TimeoutError(f"no answer within {_PATIENCE:.0f} seconds")]
+
+    def ask():
+        request = urllib.request.Request(url, method="HEAD")
+        try:
+            urllib.request.urlopen(request, timeout=_PATIENCE).close()
+            problems.clear()
+        except urllib.error.HTTPError as error:
+            # It keeps the connection open.
+            error.close()
+            problems[:] = [error]
+        except OSError as error:
+            problems[:] = [error]
+
+    # In a thread, because the DNS look-up has no timeout.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(_PATIENCE)
+    if problems:
+        raise _error(url, problems[0]) from problems[0]
+
+
+def _error(url, reason):
+    return CheckpointError(
+        f"'{url}' cannot be fetched. Reason: {type(reason).__name__}: {reason}."
+    )
