@@ -1,4 +1,4 @@
-"""Generators of the pictures that the presets were trained on.
+"""Generators of the images that the presets were trained on.
 
 `glyphs` draws letters and signs, `captioned_shapes` scenes of colored shapes with
 captions: uint8 images of shape (images, height, width, 3), 0 to 255, and int32 labels.
@@ -7,11 +7,7 @@ captions: uint8 images of shape (images, height, width, 3), 0 to 255, and int32 
 
 from experiments.synthetic._glyph_bank import GLYPH_CLASSES as GLYPH_CLASSES
 from experiments.synthetic._glyphs import glyphs as glyphs
-from keras_softmoe.datasets.captioned import (
-    captioned_shapes as captioned_shapes,
-)
-from keras_softmoe.datasets.scenes import COLOR_NAMES as COLOR_NAMES
-from keras_softmoe.datasets.scenes import (
-    HELD_OUT_COMBINATIONS as HELD_OUT_COMBINATIONS,
-)
-from keras_softmoe.datasets.scenes import SHAPE_COLOR_CLASSES as SHAPE_COLOR_CLASSES
+from experiments.synthetic.captioned import captioned_shapes as captioned_shapes
+from experiments.synthetic.scenes import COLOR_NAMES as COLOR_NAMES
+from experiments.synthetic.scenes import HELD_OUT_COMBINATIONS as HELD_OUT_COMBINATIONS
+from experiments.synthetic.scenes import SHAPE_COLOR_CLASSES as SHAPE_COLOR_CLASSES

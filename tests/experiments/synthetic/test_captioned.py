@@ -1,8 +1,4 @@
-"""Scenes of colored shapes: what they show is true, and the same on each machine.
-
-Tests `datasets/captioned.py`, `datasets/scenes.py` and
-`datasets/captions.py`.
-"""
+"""Scenes of colored shapes: what they show is true, and the same on each machine."""
 
 import functools
 
@@ -16,8 +12,8 @@ from experiments.synthetic import (
     SHAPE_COLOR_CLASSES,
     captioned_shapes,
 )
-from keras_softmoe.datasets.captioned import CaptionedShapes
-from keras_softmoe.datasets.scenes import (
+from experiments.synthetic.captioned import CaptionedShapes
+from experiments.synthetic.scenes import (
     PLACE_NAMES,
     RELATION_NAMES,
     SHAPE_NAMES,

@@ -4,7 +4,7 @@ A caption is true, and seldom complete: the attributes that it mentions and its 
 are drawn at random.
 """
 
-from keras_softmoe.datasets.scenes import (
+from experiments.synthetic.scenes import (
     COLOR_NAMES,
     PLACE_NAMES,
     RELATION_NAMES,

@@ -1,18 +1,13 @@
-"""Synthetic pictures of simple things with captions: images and text, no network."""
+"""Synthetic images of simple things with captions."""
 
 from typing import NamedTuple
 
 import keras
 import numpy as np
 
-from keras_softmoe.checks import check_whole_numbers
-from keras_softmoe.datasets.captions import caption_scenes
-from keras_softmoe.datasets.scenes import (
-    Scenes,
-    arrange,
-    draw_scenes,
-    sample_scenes,
-)
+from experiments.synthetic.captions import caption_scenes
+from experiments.synthetic.scenes import Scenes, arrange, draw_scenes, sample_scenes
+from keras_softmoe.checks import check_choice, check_whole_numbers
 
 # Scenes are made in blocks, with three random streams each: of contents, drawing and
 # captions. The images of a seed depend on this number.
@@ -58,28 +53,24 @@ def captioned_shapes(
     combinations: str = "train",
     verbose: int = 1,
 ) -> CaptionedShapes:
-    """Synthetic scenes of colored shapes, each with a caption.
+    """Draw synthetic scenes of colored shapes, each with a caption.
 
     A scene shows a lone thing in one of nine places, two or three like things, or two
     different things side by side or one above the other: 8 shapes in 8 colors, small
-    or large, on a shaded and noisy background. Colors, sizes, places and rotations
-    vary a little within their name. A caption is plain English, lower case, from many
-    wordings, and mentions all or (mostly) a part of the scene: "a small red star
-    in the upper left corner", "two green rings", "the square is over the blue heart".
+    or large, on a shaded and noisy background. A caption is plain English in many
+    wordings, and mentions all or a part of the scene: "a small red star in the upper
+    left corner", "two green rings", "the square is over the blue heart".
 
     A quarter of the combinations of shape and color, with each shape and each color
-    twice, is held out: these appear in no training scene and in no caption of one, so
-    that they are new to a model that has learned from those.
+    twice, is held out of training scenes and captions.
 
     Image and caption `i` depend on `seed`, `combinations` and `i` alone (the image on
-    its size as well): a smaller set is the beginning of a larger one, and parts made
-    with `start` join to the whole. Another processor or version of NumPy may round a
-    value up instead of down.
+    its size as well). Another processor or version of NumPy may round differently.
 
     Args:
         num_images: int, number of scenes N, at least 1.
         image_size: int, side of the images in pixels, at least 16.
-        seed: int, at least 0. Another seed gives other scenes.
+        seed: int, at least 0.
         start: int, index of the first scene, at least 0.
         combinations: `"train"`, scenes without the held-out combinations;
             `"held_out"`, lone and like things of exactly those combinations; or
@@ -87,29 +78,18 @@ def captioned_shapes(
         verbose: int, 0 for silence, 1 for a progress bar.
 
     Returns:
-        `CaptionedShapes`, a named tuple: `images`, `captions` and attributes.
+        `CaptionedShapes`.
 
     Raises:
-        ValueError: If a number is out of range or `combinations` unknown.
+        ValueError: if a number is out of range or `combinations` unknown.
 
     Examples:
-        >>> images, captions, *_ = ksm.datasets.captioned_shapes(20)
-
-        Combinations that no caption has named, for zero-shot classification:
-
-        >>> data = ksm.datasets.captioned_shapes(10, combinations="held_out")
-        >>> data.images.shape
-        (10, 32, 32, 3)
+        >>> images, captions, *_ = synthetic.captioned_shapes(20)
     """
     check_whole_numbers(1, num_images=num_images)
     check_whole_numbers(16, image_size=image_size)
     check_whole_numbers(0, seed=seed, start=start)
-    if combinations not in ("train", "held_out", "all"):
-        raise ValueError(
-            "`combinations` must be 'train', 'held_out' or 'all'. "
-            f"Received: combinations={combinations!r}. Use 'train' to learn from and "
-            "'held_out' to test on combinations that were not learned."
-        )
+    check_choice("combinations", combinations, ("train", "held_out", "all"))
     images = np.empty((num_images, image_size, image_size, 3), "uint8")
     captions, scenes = [], []
     bar = keras.utils.Progbar(num_images, unit_name="image") if verbose else None
