@@ -46,13 +46,11 @@ RUNS_ON = {
     # Figures and tables of arrays, and sums over decisions: `test_soft.py` sees the
     # decisions of every backend.
     "analysis/test_blocks.py": ("torch",),
-    "analysis/test_concentration.py": ("torch",),
     "analysis/test_figures.py": ("torch",),
     "analysis/test_maps.py": ("torch",),
     "analysis/test_masked_padding.py": ("torch",),
     "analysis/test_modalities.py": ("torch",),
     "analysis/test_monitor.py": ("torch",),
-    "analysis/test_page.py": ("torch",),
     "analysis/test_panels_*.py": ("torch",),
     "analysis/test_report*.py": ("torch",),
     "analysis/test_routing.py": ("torch",),
@@ -98,7 +96,6 @@ RUNS_ON = {
     "evaluation/test_model_cost.py": ("torch",),
     "evaluation/test_architectures.py": ("torch",),
     "evaluation/test_limoe_cost.py": ("torch",),
-    "evaluation/test_pruning.py": ("torch",),
     "evaluation/test_sweep*.py": ("torch",),
     "examples/test_types.py": ("torch",),
     "experiments/*": ("torch",),

@@ -1,7 +1,4 @@
-"""Statistics by modality and by word, against a count of the tokens one by one.
-
-Their pairs come from `analysis/pairs.py`.
-"""
+"""Statistics by modality and by word, against a count of the tokens one by one."""
 
 import math
 

@@ -4,7 +4,6 @@ import pytest
 
 import keras_softmoe as ksm
 from keras_softmoe.analysis import analyze
-from keras_softmoe.analysis.page import MOST_BYTES
 from tests.skips import REASONS
 from tests.support.browser import CHROMIUM, browser
 from tests.support.reading import Reading
@@ -40,7 +39,8 @@ def test_there_are_presets_of_all_kinds():
 @pytest.mark.parametrize("name", ROUTED)
 def test_report_of_a_trained_preset(name, chromium, tmp_path):
     path = report(name, tmp_path / "report.html")
-    assert path.stat().st_size < MOST_BYTES
+    # Small enough for e-mail.
+    assert path.stat().st_size < 5e6
     found = chromium.open(path)
     assert found == {"requests": [], "complaints": [], "drawn": True}
     assert Reading(path).images
