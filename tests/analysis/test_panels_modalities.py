@@ -5,7 +5,7 @@ import pytest
 
 from keras_softmoe.analysis.modalities import WordStatistics
 from tests.support.made_up import plot
-from tests.support.modality_blocks import make_block, statistics
+from tests.support.modality_blocks import statistics
 from tests.support.reading import legend_names, lines, png, tick_names
 
 BLUE, RED = "#0072b2", "#d55e00"
@@ -184,20 +184,6 @@ def test_priorities():
             np.testing.assert_allclose(capacity.get_xdata(), 30)
             assert ax.get_xlim()[1] >= 48
     assert legend_names(figure.legends[0]) == ["text", "image", "capacity"]
-
-
-def test_short_queues_are_shown_large():
-    block = make_block(capacity=1000)
-    for counts in block.queue.values():
-        counts[:, 5:] = 0
-        counts[0, 4] = 1
-    figure = plot("priorities", {1: block})
-    assert figure.axes[0].get_xlim()[1] == pytest.approx(1.05 * 20)
-    assert not figure.axes[0].lines
-    assert legend_names(figure.legends[0]) == ["text", "image"]
-    # The line is there as long as it is near.
-    figure = plot("priorities", {1: block._replace(capacity=40)})
-    assert figure.axes[0].get_xlim()[1] == pytest.approx(1.05 * 40)
 
 
 def test_experts_of_many():
