@@ -35,7 +35,6 @@ REASONS = {
     # What a machine need not have.
     "package": "a package that the extra `test` does not ask for, such as timm, is "
     "missing or does not fit the others",
-    "browser": "there is no Chromium",
     "mount": "nothing can be mounted here",
 }
 
@@ -291,7 +290,6 @@ _OTHER_FAMILIES = (
 
 # Tests of long programs, of parts that shorter tests cover: `make test-all` runs them.
 LONG = {
-    "analysis/test_report_in_browser.py": ("test_report_of_a_trained_preset",),
     "models/test_fitting.py": (
         "test_compiled_once_for_a_shape",
         "test_jit_compile",

@@ -5,9 +5,9 @@ captions: uint8 images of shape (images, height, width, 3), 0 to 255, and int32 
 `python -m experiments.synthetic` writes the samples in `keras_softmoe.datasets`.
 """
 
-from experiments.synthetic._glyph_bank import GLYPH_CLASSES as GLYPH_CLASSES
-from experiments.synthetic._glyphs import glyphs as glyphs
-from experiments.synthetic.captioned import captioned_shapes as captioned_shapes
+from experiments.synthetic.captions import captioned_shapes as captioned_shapes
+from experiments.synthetic.glyph_bank import GLYPH_CLASSES as GLYPH_CLASSES
+from experiments.synthetic.glyph_images import glyphs as glyphs
 from experiments.synthetic.scenes import COLOR_NAMES as COLOR_NAMES
 from experiments.synthetic.scenes import HELD_OUT_COMBINATIONS as HELD_OUT_COMBINATIONS
 from experiments.synthetic.scenes import SHAPE_COLOR_CLASSES as SHAPE_COLOR_CLASSES

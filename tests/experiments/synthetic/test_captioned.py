@@ -14,7 +14,7 @@ from experiments.synthetic import (
     SHAPE_COLOR_CLASSES,
     captioned_shapes,
 )
-from experiments.synthetic.captioned import CaptionedShapes
+from experiments.synthetic.captions import CaptionedShapes
 from experiments.synthetic.scenes import (
     PLACE_NAMES,
     RELATION_NAMES,
