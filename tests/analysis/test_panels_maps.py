@@ -76,27 +76,6 @@ def test_slots_are_drawn_where_they_take():
     assert "block 0" in figure.get_suptitle()
 
 
-def test_slots_that_route_show_it():
-    images = make_images()
-    backbone = make_backbone(ROUTERS["soft"]())
-
-    def strength():
-        """How far colours are from that of an even share, on average."""
-        drawn = [
-            ax.get_images()[-1]
-            for ax in maps_of(backbone, images).plot("slots", slots=2).axes
-            if len(ax.get_images()) > 1
-        ]
-        return np.mean([d.cmap(d.norm(d.get_array()))[..., 3].mean() for d in drawn])
-
-    faint = strength()
-    backbone.routers[0].scale.assign(30.0)
-    # With random weights about 0.9 and 0.2.
-    assert strength() > 0.6 > 0.4 > faint
-    backbone = make_backbone(ROUTERS["uniform"]())
-    assert strength() < 0.01
-
-
 def test_an_even_share_is_one_of_the_group():
     backbone = make_backbone(ROUTERS["uniform"](), group_images=2)
     figure = maps_of(backbone, make_images()).plot("slots", slots=[(0, 0)])
@@ -240,18 +219,6 @@ def test_discarded_patches_are_covered(classifier, priority):
         "vanilla" in title if priority == "position" else "batch prioritized" in title
     )
     assert png(figure).startswith(b"\x89PNG")
-
-
-def test_settings_are_put_back_after_an_error(classifier):
-    before = classifier.backbone.get_config()
-    with pytest.raises(ValueError, match="eval_capacity_factor=-1.0"):
-        analyze(
-            *(classifier, tiny.pixels(2)),
-            num_pictures=2,
-            capacity_factors=(0.5, -1.0),
-            verbose=0,
-        )
-    assert classifier.backbone.get_config() == before
 
 
 @pytest.mark.parametrize(
