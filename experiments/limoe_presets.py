@@ -360,7 +360,7 @@ scores = model.zero_shot(scenes.images, ["red circle", "blue star"], ["a {{}}"])
 ```
 
 **Data.** {training["pairs"]:,} synthetic scenes of coloured shapes with captions
-(`datasets.captioned_shapes`), each seen once. Never shown or named:
+(`experiments.synthetic`), each seen once. Never shown or named:
 {new}.
 
 **Training.** `experiments/limoe_presets.py`, seeds {seeds}: AdamW, peak learning rate

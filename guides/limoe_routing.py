@@ -170,7 +170,14 @@ def accuracy(encoder):
     return np.mean((images @ classes.T).argmax(-1) == new.labels)
 
 
-curve = ksm.evaluation.pruning_curve(model, usage, accuracy, KEPT, verbose=0)
+rows = []
+for kept in KEPT:
+    for method in ("router_pred", "router_drop"):
+        pruned = ksm.models.prune_experts(model.backbone, usage, kept, method)
+        encoder = ksm.models.LIMoEContrastive(pruned, model.preprocessor)
+        settings = {"experts_kept": kept, "method": method}
+        rows.append((settings, {"accuracy": accuracy(encoder)}))
+curve = ksm.evaluation.Sweep(rows, {"not pruned": [accuracy(model)]})
 print(f"whole model: accuracy {curve.baselines['not pruned'][0]:.3f}")
 for row in curve.rows:
     kept, method = row.settings["experts_kept"], row.settings["method"]

@@ -178,9 +178,8 @@ for settings in (
 ## What it saves
 
 Each row of a sweep also has the operations of an image, as `evaluation.cost` counts
-them at these settings (with `time_repeats=5` the time as well, measured in turn with
-the unchanged model). The rows that no other one beats in accuracy and in operations are
-the Pareto front.
+them at these settings. The rows that no other one beats in accuracy and in operations
+are the Pareto front.
 """
 
 figure = sweep.plot("gflop_per_image", by="priority")

@@ -25,11 +25,7 @@ LEAST_WIDTH = 3.6
 
 
 def import_matplotlib():
-    """Return matplotlib with the modules that the figures use.
-
-    Raises:
-        ImportError: if it is not installed; says how to install it.
-    """
+    """Return matplotlib with the modules that the figures use."""
     try:
         import matplotlib.cm
         import matplotlib.colors
@@ -41,8 +37,8 @@ def import_matplotlib():
         import matplotlib.ticker
     except ImportError as error:
         raise ImportError(
-            "Figures are drawn with matplotlib, which is not installed. Install the "
-            "extra `viz`: `pip install 'keras-softmoe[viz]'`."
+            "Figures need matplotlib, the extra `viz`: "
+            "`pip install 'keras-softmoe[viz]'`."
         ) from error
     return matplotlib
 
@@ -54,10 +50,9 @@ def new_figure(width, height):
 
 
 def panel_grid(count, width, height, most_columns=4, **kwargs):
-    """Make a figure of panels in rows; return it and the list of their axes.
+    """Make a figure of panels, width by height inches each; return it and their axes.
 
-    Width and height are those of a panel, in inches. Panels may share their axes, by
-    `sharex` and `sharey` as in `matplotlib.figure.Figure.subplots`.
+    `kwargs` are `sharex` and `sharey`, as in `matplotlib.figure.Figure.subplots`.
     """
     columns = min(count, most_columns)
     rows = -(-count // columns)
@@ -81,7 +76,7 @@ def block_title(layer):
 
 
 def is_number(value):
-    """Whether a value has a place on an axis of numbers."""
+    """Return True if a value has a place on an axis of numbers."""
     return isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
 
 
@@ -117,7 +112,7 @@ def shades(count, colormap="viridis", first=0.0, last=0.85):
 
 
 def plain_axes(ax, size=8):
-    """Small numbers, no box, a faint grid behind the data."""
+    """Draw small numbers, no box, and a faint grid behind the data."""
     ax.tick_params(labelsize=size)
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(axis="y", color="0.9", lw=0.6)
@@ -152,25 +147,15 @@ def whole_ticks(axis, most=10):
 
 
 def name_ticks(axis, places, names, most=MOST_TICKS):
-    """Write names at their places along an axis, or as many of them as fit."""
+    """Write names at their places along an axis, every second or third if too many."""
     shown = slice(None, None, -(-len(names) // most))
     axis.set_ticks(list(places)[shown], list(names)[shown])
 
 
 def draw_means(ax, places, means, spreads, limits=(-np.inf, np.inf), **style):
-    """Draw a line of means with error bars that end where no value can lie.
+    """Draw a line of means with error bars, clipped to a range of possible values.
 
-    Args:
-        ax: Axes.
-        places: sequence of N numbers along the axis.
-        means: sequence of N floats.
-        spreads: sequence of N floats, how far the bars reach up and down. There are no
-            bars if all are zero.
-        limits: pair of floats, the least and the largest possible value.
-        **style: as in `matplotlib.axes.Axes.errorbar`.
-
-    Returns:
-        The artists, for a legend.
+    There are no bars if all spreads are zero. `style` is as in `Axes.errorbar`.
     """
     means, spreads = np.asarray(means), np.asarray(spreads)
     # (2, N), both ends

@@ -35,7 +35,6 @@ REASONS = {
     # What a machine need not have.
     "package": "a package that the extra `test` does not ask for, such as timm, is "
     "missing or does not fit the others",
-    "browser": "there is no Chromium",
     "mount": "nothing can be mounted here",
 }
 
@@ -46,13 +45,11 @@ RUNS_ON = {
     # Figures and tables of arrays, and sums over decisions: `test_soft.py` sees the
     # decisions of every backend.
     "analysis/test_blocks.py": ("torch",),
-    "analysis/test_concentration.py": ("torch",),
     "analysis/test_figures.py": ("torch",),
     "analysis/test_maps.py": ("torch",),
     "analysis/test_masked_padding.py": ("torch",),
     "analysis/test_modalities.py": ("torch",),
     "analysis/test_monitor.py": ("torch",),
-    "analysis/test_page.py": ("torch",),
     "analysis/test_panels_*.py": ("torch",),
     "analysis/test_report*.py": ("torch",),
     "analysis/test_routing.py": ("torch",),
@@ -97,7 +94,6 @@ RUNS_ON = {
     "evaluation/test_model_cost.py": ("torch",),
     "evaluation/test_architectures.py": ("torch",),
     "evaluation/test_limoe_cost.py": ("torch",),
-    "evaluation/test_pruning.py": ("torch",),
     "evaluation/test_sweep*.py": ("torch",),
     "examples/test_types.py": ("torch",),
     "experiments/*": ("torch",),
@@ -293,7 +289,6 @@ _OTHER_FAMILIES = (
 
 # Tests of long programs, of parts that shorter tests cover: `make test-all` runs them.
 LONG = {
-    "analysis/test_report_in_browser.py": ("test_report_of_a_trained_preset",),
     "models/test_fitting.py": (
         "test_compiled_once_for_a_shape",
         "test_jit_compile",

@@ -1,4 +1,4 @@
-"""Distortions of glyphs: where each pixel looks in the field of its glyph."""
+"""Distortions of glyphs, and resizing as matrix products."""
 
 import numpy as np
 
@@ -50,3 +50,24 @@ def sample_fields(fields, field, x, y):
     index += FIELD
     lower = fields[index] * (1 - x) + fields[index + 1] * x
     return upper * (1 - y) + lower * y
+
+
+# === Resizing, `rows @ image @ columns.T` ===
+
+
+def bilinear_matrix(size, source):
+    """Return (size, source) float32: enlarging with aligned centres, edges held."""
+    position = (np.arange(size) + 0.5) * source / size - 0.5
+    position = np.clip(position, 0, source - 1)
+    distance = np.abs(position[:, None] - np.arange(source))
+    return np.clip(1 - distance, 0, None).astype("float32")
+
+
+def area_matrix(size, source):
+    """Return (size, source) float32: shrinking by averages of the covered samples."""
+    edges = np.arange(size + 1)[:, None] * source / size
+    pixel = np.arange(source)
+    end = np.minimum(edges[1:], pixel + 1)
+    begin = np.maximum(edges[:-1], pixel)
+    covered = np.clip(end - begin, 0, None)
+    return (covered * size / source).astype("float32")

@@ -15,18 +15,16 @@ NUM_BINS = 50
 class ExpertInformation(NamedTuple):
     """Mutual information of a token's expert with its place and its class, in bits.
 
-    The expert of a token is a random variable. With a router that mixes tokens, the
-    probability of expert `e` is the token's combine weight for it; with a sparse one,
-    all experts that take the token are equally likely. Dropped tokens are left out.
+    With a router that mixes tokens, the probability of an expert is the token's combine
+    weight for it; with a sparse one, all experts that take the token are equally
+    likely. Dropped tokens are left out.
 
     Attributes:
         entropy: float, the entropy of the expert. `log2(E)` if all are used equally.
-        position: float, the mutual information of the expert and the place in the
-            sequence.
-        label: float, that of the expert and the class of the image. `None` without
-            labels.
-        label_chance: float, the same with shuffled labels: its value by chance for this
-            number of images. `None` without labels.
+        position: float, mutual information of expert and place in the sequence.
+        label: float, mutual information of expert and class of the image. `None`
+            without labels.
+        label_chance: float, the same with shuffled labels. `None` without labels.
     """
 
     entropy: float
@@ -36,19 +34,12 @@ class ExpertInformation(NamedTuple):
 
     @property
     def position_share(self):
-        """Float from 0 to 1: the part of the expert's entropy that position explains.
-
-        At 1 the place of a token alone determines its expert, as with an
-        `IdentityRouter`.
-        """
+        """Float from 0 to 1: the part of the entropy that position explains."""
         return self.position / self.entropy if self.entropy else 0.0
 
     @property
     def label_share(self):
-        """Float: the part of the entropy that the class explains, less chance.
-
-        `None` without labels.
-        """
+        """Float: the part of the entropy that the class explains, less chance."""
         if self.label is None:
             return None
         return (self.label - self.label_chance) / self.entropy if self.entropy else 0.0
@@ -57,7 +48,7 @@ class ExpertInformation(NamedTuple):
 class BlockStatistics(NamedTuple):
     """Routing at one block with any router, summed up over groups of tokens.
 
-    The attributes after `chooses` are for `N` images of `T` tokens each, and `None` if
+    The attributes after `demand` are for `N` images of `T` tokens each, and `None` if
     the tokens of an input are unknown, as in your own models.
 
     Attributes:
@@ -67,27 +58,21 @@ class BlockStatistics(NamedTuple):
         load: `(E,)` float64 array, tokens that each expert takes, over all groups. For
             routers that mix tokens, the sum of the combine weights.
         dropped: float, the share of tokens that no expert takes.
-        demand: `(E,)` float64 array, tokens for which each expert is among their first
-            choices, whether it has room for them or not: the `K` largest scores of a
-            token that chooses, the largest where experts choose. `None` for routers
-            without such scores.
-        chooses: bool, whether the router chooses tokens for experts (`False` for
-            routers that mix tokens and for `IdentityRouter`).
-        experts_per_image: `(N,)` int array, how many experts take at least one token of
-            each image (all of them, for a soft router).
+        chooses: bool, `False` for routers that mix tokens and for `IdentityRouter`.
+        demand: `(E,)` float64 array, tokens that prefer each expert, whether it has
+            room for them or not: by the `K` largest scores of a token that chooses, by
+            the largest where experts choose. `None` for routers without such scores.
+        experts_per_image: `(N,)` int array, experts that take any token of each image.
         weight_by_position: `(T, E)` float64 array, mean weight of each expert's output
-            at each place in the sequence (class token first, if there is one); 0 where
-            the expert does not take the token.
-        weight_by_class: `(classes, E)` float64 array, the same mean over the tokens of
-            the images of each class, NaN for a class without images. `None` without
-            labels.
+            at each place in the sequence (class token first, if there is one).
+        weight_by_class: `(classes, E)` float64 array, the same over the images of each
+            class, NaN for a class without images. `None` without labels.
         choice_histogram: `(K, 50)` int array: how often the largest, second largest,
-            ... weight that the router gives to the experts of a token fell into each
-            bin of equal width between 0 and 1. `K` is the number of choices (at most 2
-            where experts choose or mix). A choice that was dropped counts too.
+            ... weight of a token's experts fell into each bin of equal width between 0
+            and 1, dropped choices included. `K` is the number of choices (at most 2
+            where experts choose or mix).
         information: `ExpertInformation`.
-        patch_grid: pair of ints, rows and columns of the patches of an image. `None`
-            for text.
+        patch_grid: pair of ints, rows and columns of the patches of an image.
 
     Examples:
         >>> block = ksm.analysis.analyze(sparse, images, labels).blocks[3]
@@ -113,8 +98,7 @@ class BlockStatistics(NamedTuple):
     def imbalance(self) -> float:
         """Float, the largest load over the mean: 1 if all loads are equal.
 
-        An expert has no more tokens than slots, so this may be near 1 while many
-        tokens are dropped: see `demand_imbalance`.
+        It may be near 1 while many tokens are dropped: see `demand_imbalance`.
         """
         return float(self.load.max() / self.load.mean())
 
@@ -136,15 +120,7 @@ class BlockStatistics(NamedTuple):
 class BlockReducer:
     """Reducer to a dict from each block to its `BlockStatistics`.
 
-    Args:
-        backbone: keras.Model with the routers.
-        routers: dict from blocks to their routers.
-        labels: optional `(N,)` int array, classes of all images that will be seen, in
-            their order, counted from 0.
-
-    Raises:
-        ValueError: if there are labels of inputs whose tokens are unknown, or, at the
-            end, if images and labels differ in number.
+    `labels` are the classes of all images that will be seen, in their order, or `None`.
     """
 
     def __init__(self, backbone, routers, labels=None):
@@ -153,9 +129,8 @@ class BlockReducer:
             labels = np.asarray(labels)
             if num_tokens is None:
                 raise ValueError(
-                    "Classes are counted for a `ViTMoEBackbone`, a `TextMoEBackbone` "
-                    "or a task that has one. Received: labels with "
-                    f"{type(backbone).__name__}."
+                    "`labels` need a `ViTMoEBackbone`, a `TextMoEBackbone` or a task "
+                    f"that has one. Received: labels with {type(backbone).__name__}."
                 )
         self._routers = routers
         self._labels = labels
@@ -164,18 +139,16 @@ class BlockReducer:
         self._loads, self._sums = {}, {}
 
     def update(self, name, decision, inputs):
-        valid = decision.summary["valid"]
+        router, valid = self._routers[name], decision.summary["valid"]
         load, dropped = _load_and_dropped(decision)
         load = load.sum(axis=0, dtype="float64")
-        choices = getattr(self._routers[name], "num_selected_experts", 1)
-        demand = _demand(decision, choices)
+        demand = _demand(decision, getattr(router, "num_selected_experts", 1))
         values = len(valid), valid.sum(), load, dropped.sum(), demand
         sums = self._loads.get(name, (0, 0, 0, 0, 0))
         self._loads[name] = [x + y for x, y in zip(sums, values, strict=True)]
         if self._num_tokens is None:
             return
         if name not in self._sums:
-            router = self._routers[name]
             choices = router.num_selected_experts if tokens_choose(router) else 2
             self._sums[name] = _ImageSums(choices, self._labels)
         num_images = len(keras.tree.flatten(inputs)[0])
@@ -186,20 +159,18 @@ class BlockReducer:
 
     def _statistics(self, name):
         num_groups, num_tokens, load, dropped, demand = self._loads[name]
-        router = self._routers[name]
-        found = BlockStatistics(
+        of_images = self._sums[name].fields() if name in self._sums else {}
+        return BlockStatistics(
             name,
             num_groups,
             int(num_tokens),
             load,
             float(dropped / max(num_tokens, 1)),
-            chooses=chooses(router),
+            chooses=chooses(self._routers[name]),
             patch_grid=self._patch_grid,
             demand=demand if demand.any() else None,
+            **of_images,
         )
-        if name not in self._sums:
-            return found
-        return found._replace(**self._sums[name].fields())
 
 
 class _ImageSums:
@@ -276,12 +247,8 @@ class _ImageSums:
 def experts_of_tokens(decision):
     """Return the experts that take a token, and their weights for it.
 
-    Args:
-        decision: `Decision` of NumPy arrays with a complete summary.
-
-    Returns:
-        Three `(G, S, E)` arrays: bool, whether the expert takes the token; the weight
-        of its output; the weight that the router gives it.
+    Three `(G, S, E)` arrays: bool, the expert takes the token; the weight of its
+    output; the weight that the router gives it.
     """
     routing, summary = decision
     if isinstance(routing, SlotRouting):
@@ -308,16 +275,13 @@ def check_labels(num_images, labels):
     """Raise unless there is one label for each image."""
     if len(labels) != num_images:
         raise ValueError(
-            "Each image has one label. Received: "
+            "Each image must have one label. Received: "
             f"{num_images} images, {len(labels)} labels."
         )
 
 
 def _load_and_dropped(decision):
-    """Return the load of experts, `(G, E)`, and which tokens are dropped, `(G, S)`.
-
-    Padding counts in neither.
-    """
+    """Return load `(G, E)` and dropped tokens `(G, S)`, without padding."""
     routing, summary = decision
     if not isinstance(routing, DenseRouting):
         return summary["load"], summary["dropped"]
@@ -329,7 +293,7 @@ def _load_and_dropped(decision):
 
 
 def _demand(decision, choices):
-    """Return how many tokens want each expert, `(E,)`; zeros if that is unknown."""
+    """Return how many tokens prefer each expert, `(E,)`; zero if that is unknown."""
     selection = decision.summary.get("selection")
     if selection is None:
         return np.zeros(1)

@@ -23,38 +23,34 @@ class ExpertPatches(NamedTuple):
     Attributes:
         share: `(E,)` float64 array, the share of each expert of all patches that are
             taken.
-        pictures: list of `E` arrays `(n, 3 h, 3 w, channels)` float32 in `[-1, 1]`, a
+        images: list of `E` arrays `(n, 3 h, 3 w, channels)` float32 in `[-1, 1]`, a
             patch of `h` by `w` pixels and its surroundings, NaN outside the image.
         weights: list of `E` arrays `(n,)`, the weights of the expert's output, falling.
     """
 
     share: np.ndarray
-    pictures: list
+    images: list
     weights: list
 
 
 class ExpertExamples(NamedTuple):
     """The patches and words with the highest routing probabilities for each expert.
 
-    Patches are ranked by their routing probability, with at most one patch per image
-    and expert, so that many images are shown. Words are ranked by their mean routing
-    probability over all occurrences: words always routed to the expert come first, even
-    rare ones. Padding is treated like any other word.
+    Attributes of images or captions are `None` if there were none.
 
     Attributes:
-        share: dict from `"image"` and `"text"`, as there were images and captions, to
-            an `(E,)` float64 array: the share of tokens whose first choice it is.
+        share: dict from `"image"` and `"text"` to an `(E,)` float64 array: the share of
+            tokens whose first choice is the expert.
         patches: list of `E` arrays `(n, height, width, channels)` float32 in `[-1, 1]`:
-            patches with this expert as first choice, most probable first. `None`
-            without images.
+            patches with this expert as first choice, most probable first, at most one
+            of an image.
         patch_probabilities: list of `E` float32 arrays `(n,)`, their routing
-            probabilities. `None` without images.
-        words: list of `E` lists of str, pieces of the vocabulary as the tokenizer
-            writes them (`"▁"` begins a word), or their ids if there is no tokenizer:
-            those with the expert as first choice at least once and a probability of at
-            least the even share `1/E`, most probable first. `None` without captions.
+            probabilities.
+        words: list of `E` lists of str, pieces of the vocabulary (`"▁"` begins a word),
+            or their ids without a tokenizer: those with the expert as first choice at
+            least once and a mean probability of at least `1/E`, most probable first.
         word_probabilities: list of `E` float64 arrays, their mean routing
-            probabilities over all occurrences. `None` without captions.
+            probabilities over all occurrences.
     """
 
     share: dict
@@ -67,34 +63,27 @@ class ExpertExamples(NamedTuple):
 class RoutingMaps(NamedTuple):
     """Routing of `B` images at one block, laid out on the grid of patches.
 
-    The class token, if the model has one, is left out. If a LIMoE routes text alone,
-    attributes of images are `None`; if it routes images alone, those of text.
+    The class token is left out. Attributes that do not apply are `None`.
 
     Attributes:
         block: int or str, the block, see `observe`.
-        group_tokens: int, tokens of a group, those of an image unless images are routed
-            together.
+        group_tokens: int, tokens of a group.
         num_experts: int, `E`.
-        mixes_tokens: bool, whether slots hold mixtures of tokens.
-        images: `(B, height, width, channels)` float32 array, the images as the model
-            saw them, in `[-1, 1]`.
+        mixes_tokens: bool, `True` if slots hold mixtures of tokens.
+        images: `(B, height, width, channels)` float32 array, in `[-1, 1]`.
         dispatch: `(B, rows, columns, E, C)` float32 array, the share of each patch in
-            slot `c` of expert `e`. Soft routers: weights that sum to one over the
-            tokens of the group. Sparse routers: 1 where the slot holds the patch,
-            else 0.
+            slot `c` of expert `e`: weights of soft routers, 0 or 1 of sparse ones.
         combine: `(B, rows, columns, E, C)` float32 array, the weight of that slot's
             output for each patch.
         words: list of `B` lists of str, the pieces of each caption and its padding, or
-            their ids if there is no tokenizer.
-        word_experts: `(B, sequence_length)` int array, the expert whose output counts
-            most for each piece, -1 where no expert takes it.
-        patches: `ExpertPatches` of all images of the pass. `None` for LIMoE, and for
-            routers that mix tokens.
-        examples: `ExpertExamples` of all pairs of the pass. `None` but for LIMoE.
+            their ids without a tokenizer.
+        word_experts: `(B, sequence_length)` int array, the expert of the largest weight
+            for each piece, -1 where no expert takes it.
+        patches: `ExpertPatches` of all images of the pass, for sparse routers.
+        examples: `ExpertExamples` of all pairs of the pass, for LIMoE.
         discarded: dict from capacity factors to `(B, rows, columns)` bool arrays, the
-            patches that no expert takes at that capacity. `None` without
-            `capacity_factors`.
-        priority: str, the priority of the router, `None` if it has none.
+            patches that no expert takes at that capacity.
+        priority: str, the priority of the router.
 
     Examples:
         >>> routing = ksm.analysis.analyze(sparse, images, num_pictures=8)
@@ -123,8 +112,7 @@ class RoutingMaps(NamedTuple):
     def main_experts(self) -> np.ndarray | None:
         """`(B, rows, columns)` int array: the expert with the largest combine weight.
 
-        Summed over its slots; -1 where no expert takes the patch. `None` without
-        images.
+        -1 where no expert takes the patch. `None` without images.
         """
         if self.combine is None:
             return None
@@ -134,14 +122,9 @@ class RoutingMaps(NamedTuple):
 
 
 class MapReducer:
-    """Reducer to a dict from each block to its `RoutingMaps`.
+    """Reducer to a dict from each block to `RoutingMaps` of the first inputs.
 
-    The first inputs of the first batch are kept.
-
-    Args:
-        backbone: keras.Model with the routers and a `patch_grid`.
-        num_pictures: int, inputs to keep.
-        pairs: `Pairs` of a LIMoE, `None` for a `ViTMoEBackbone`.
+    `pairs` are those of a LIMoE, `None` for a `ViTMoEBackbone`.
     """
 
     def __init__(self, backbone, num_pictures, pairs=None):
@@ -183,12 +166,10 @@ class MapReducer:
         weights = _weights(decision, num_tokens, count)
         found = {}
         if images is not None:
-            dispatch, combine = (_on_grid(x[:, patches], grid) for x in weights)
-            found |= {
-                "images": images[:count],
-                "dispatch": dispatch,
-                "combine": combine,
-            }
+            found["images"] = images[:count]
+            found["dispatch"], found["combine"] = (
+                x[:, patches].reshape(count, *grid, *x.shape[2:]) for x in weights
+            )
         if token_ids is not None:
             text = [x[:, -self._pairs.tokens_of["text"] :] for x in weights]
             found["word_experts"] = _main_experts(*text)
@@ -210,11 +191,6 @@ def _weights(decision, num_tokens, count):
         ops.convert_to_numpy(x).reshape(-1, num_tokens, *x.shape[2:])[:count]
         for x in to_dense(first, group_tokens)
     ]
-
-
-def _on_grid(weights, grid):
-    """Lay `(B, rows * columns, E, C)` out as `(B, rows, columns, E, C)`."""
-    return weights.reshape(len(weights), *grid, *weights.shape[2:])
 
 
 def _main_experts(dispatch, combine):
@@ -253,19 +229,19 @@ class PatchReducer:
         self._count[name] += taken.sum((0, 1))
         weights = np.where(taken, weights, -1.0)
 
-        def picture(index):
+        def cut(index):
             image, patch = index
             place = np.unravel_index(patch, self._grid)
             return _with_neighbours(inputs[image], place, self._grid)
 
         for expert, best in enumerate(self._best[name]):
-            best.add(weights[..., expert], picture)
+            best.add(weights[..., expert], cut)
 
     def result(self):
         return {
             block: ExpertPatches(
                 self._count[block] / max(self._count[block].sum(), 1),
-                [x.pictures for x in best],
+                [x.images for x in best],
                 [x.weights for x in best],
             )
             for block, best in self._best.items()
@@ -273,10 +249,7 @@ class PatchReducer:
 
 
 class ExampleReducer:
-    """Reducer of a pass over `Pairs`: from each block to its `ExpertExamples`.
-
-    An expert has at most `count` patches and at most `count` words.
-    """
+    """Reducer of a pass over `Pairs`: from each block to its `ExpertExamples`."""
 
     def __init__(self, pairs, count=_MOST_EXAMPLES):
         self._pairs = pairs
@@ -319,7 +292,7 @@ class ExampleReducer:
         routed = self._routed[block]
         found = dict.fromkeys(ExpertExamples._fields[1:])
         if "image" in routed:
-            found["patches"] = [best.pictures for best in self._patches[block]]
+            found["patches"] = [best.images for best in self._patches[block]]
             found["patch_probabilities"] = [
                 best.weights.astype("float32") for best in self._patches[block]
             ]
@@ -331,40 +304,38 @@ class ExampleReducer:
 
 
 def pieces(tokenizer, ids):
-    """Return the pieces of text with some ids, or the ids if there is no tokenizer."""
+    """Return the pieces of text with some ids, or the ids without a tokenizer."""
     if tokenizer is None:
         return [str(i) for i in ids]
     return [tokenizer.id_to_token(int(i)) for i in ids]
 
 
 class _Best:
-    """The patches with the largest weights so far, of an image one at most."""
+    """The patches with the largest weights so far, at most one of an image."""
 
     def __init__(self, count):
         self._count = count
-        # Pairs of weight and picture, the largest weight first.
+        # Pairs of weight and image of the patch, the largest weight first.
         self._found = []
 
-    def add(self, weights, picture):
-        """Add patches of some images.
+    def add(self, weights, cut):
+        """Add patches by `(B, T)` weights, -1 for those that do not count.
 
-        Args:
-            weights: `(B, T)` array, -1 for patches that do not count.
-            picture: callable from a pair, the indices of image and patch, to a picture.
+        `cut` returns the image of a patch from the indices of image and patch.
         """
         patches = weights.argmax(axis=-1)
         best = weights[np.arange(len(weights)), patches]
         # Stable: of equals the first.
         for image in np.argsort(-best, kind="stable")[: self._count]:
             if best[image] >= 0:
-                found = picture((image, patches[image]))
+                found = cut((image, patches[image]))
                 self._found.append((best[image], found))
         self._found.sort(key=lambda pair: -pair[0])
         del self._found[self._count :]
 
     @property
-    def pictures(self):
-        return np.array([picture for _, picture in self._found])
+    def images(self):
+        return np.array([image for _, image in self._found])
 
     @property
     def weights(self):

@@ -7,7 +7,7 @@ from keras import ops
 
 from keras_softmoe.analysis.blocks import experts_of_tokens
 from keras_softmoe.analysis.figures import figure_method
-from keras_softmoe.analysis.pairs import PADDING, PADDING_TAG, WORD_BEGINS
+from keras_softmoe.analysis.streaming import PADDING, PADDING_TAG, WORD_BEGINS
 from keras_softmoe.ops import ChoiceRouting, token_choice
 from keras_softmoe.ops.assignment import PRIORITIES
 from keras_softmoe.ops.routing import to_slots
@@ -20,17 +20,13 @@ _BINS_OF_EVEN_QUEUE = 50
 class WordStatistics(NamedTuple):
     """The tokens of text at one block by the tag of their word.
 
-    The pieces into which the tokenizer cuts a caption are put together to words, the
-    words of a caption are tagged, and each piece has the tag of its word. A piece
-    without a letter or digit, and a special one such as `</s>`, is a word by itself: a
-    comma does not stick to the word before it. The padding of captions has the tag
+    Signs and special pieces such as `</s>` are words of their own; padding has the tag
     `"padding"`.
 
     Attributes:
         tags: tuple of `T` str, the most frequent first, `"padding"` last.
-        num_tokens: `(T,)` int64 array, how many tokens have each tag.
-        assigned: `(T, E)` int64 array, how many of them each expert processes; tokens
-            that `K` experts process count at each.
+        num_tokens: `(T,)` int64 array, tokens with each tag.
+        assigned: `(T, E)` int64 array, how many of them each expert processes.
     """
 
     tags: tuple
@@ -39,10 +35,7 @@ class WordStatistics(NamedTuple):
 
     @property
     def share(self):
-        """`(T, E)` float64: of the text that an expert processes, the share of a tag.
-
-        Zero where an expert processes no text.
-        """
+        """`(T, E)` float64 array, the share of each tag in the text of each expert."""
         return self.assigned / np.maximum(self.assigned.sum(axis=0), 1)
 
 
@@ -50,35 +43,30 @@ class ModalityStatistics(NamedTuple):
     """Routing at one block by modality, summed up over pairs of image and text.
 
     Each dict has the keys `"image"` and `"text"`, or one of them if only images or only
-    captions were given. Text includes the padding of captions, since the model treats
-    it like any other token.
+    captions were given. Text includes padding, unless the model masks it.
 
     Attributes:
         block: int or str, the block, see `observe`.
-        num_tokens: dict to int, how many tokens there were.
-        routed: dict to `(E,)` int64 array, tokens with the expert as first choice, with
-            a slot or without.
-        chosen: dict to `(E,)` int64 array, tokens that queue for each expert: those
-            with any of their `K` choices. The same as `routed` where `K = 1`.
+        num_tokens: dict to int.
+        routed: dict to `(E,)` int64 array, tokens with the expert as first choice.
+        chosen: dict to `(E,)` int64 array, tokens that have the expert among their `K`
+            choices.
         assigned: dict to `(E,)` int64 array, tokens that each expert processes.
         padding: `(E,)` int64 array, how many of `assigned["text"]` are padding.
         dropped: dict to float, the share of tokens that no expert takes.
         capacity: int, slots of an expert in one group.
         num_groups: int, groups of pairs that were routed together.
         queue: dict to `(E, bins)` int64 array, tokens by their place in the queue for
-            each expert: in bin `i` those from place `i * queue_step` on, counted from 0
-            in each group. Places before `capacity` have a slot.
+            each expert of their group. Places before `capacity` have a slot.
         queue_step: int, places in a bin.
         probability: dict to `(E,)` float64 array, mean routing probability.
         confidence_mean: dict to float, mean of a token's largest routing probability.
         confidence_std: dict to float, its standard deviation over tokens.
-        confidence_histogram: dict to `(NUM_BINS,)` int64 array, how often it fell into
-            each bin of equal width between 0 and 1.
-        transitions: dict to `(E, E)` int64 array, tokens whose first choice is one
-            expert here and another one (by column) in the next MoE block. `None` at the
-            last one.
-        words: `WordStatistics` of the text by the kinds of its words. `None` without a
-            tagger.
+        confidence_histogram: dict to `(50,)` int64 array, how often it fell into each
+            bin of equal width between 0 and 1.
+        transitions: dict to `(E, E)` int64 array, tokens by their first choices here
+            (rows) and in the next MoE block. `None` at the last one.
+        words: `WordStatistics`, `None` without a tagger.
 
     Examples:
         >>> def tagger(words):
@@ -119,8 +107,7 @@ class ModalityStatistics(NamedTuple):
     def entropy(self) -> dict:
         """Dict to float: entropy in nats of the mean routing probabilities.
 
-        The global entropy loss holds it over its threshold. Source: LIMoE, appendix
-        B.2 (figure 9, top).
+        Source: LIMoE, appendix B.2 (figure 9, top).
         """
         return {name: _entropy(p) for name, p in self.probability.items()}
 
@@ -136,9 +123,8 @@ class ModalityStatistics(NamedTuple):
     def coverage(self) -> dict:
         """Dict to `(E,)` float64 array: the share that the most used experts serve.
 
-        Entry `m - 1` is the share of tokens whose first choice is one of the `m`
-        experts that most tokens of the modality choose first. Source: LIMoE, appendix
-        E.4 (figure 13).
+        Entry `m - 1` is the share of tokens whose first choice is one of the `m` most
+        chosen experts. Source: LIMoE, appendix E.4 (figure 13).
         """
         return {
             name: np.cumsum(-np.sort(-count)) / count.sum()
@@ -146,20 +132,16 @@ class ModalityStatistics(NamedTuple):
         }
 
     def experts_needed(self, share: float = 0.9) -> dict:
-        """Return the number of experts that serve a share of a modality's tokens.
+        """Return the number of experts whose `coverage` is a share, a dict to int.
 
         Args:
             share: float in `(0, 1]`.
-
-        Returns:
-            dict to int, the least number of experts whose `coverage` is that share.
 
         Source: LIMoE, appendix B.2 (figure 10).
         """
         if not 0 < share <= 1:
             raise ValueError(
-                "`share` is a part of the tokens, over 0 and at most 1. "
-                f"Received: share={share}."
+                f"`share` must be over 0 and at most 1. Received: share={share}."
             )
         # Less a rounding error of the quotient.
         return {
@@ -173,23 +155,23 @@ class ModalityReducer:
 
     def __init__(self, pairs):
         self._pairs = pairs
-        self._routers = pairs.routers
-        self._sums = {name: _Sums(router) for name, router in self._routers.items()}
-        # The block that was last seen, and the first choices of its tokens.
-        self._before = None
+        self._sums = {name: _Sums(router) for name, router in pairs.routers.items()}
+        # The sums of the block that was last seen, and the first choices of its tokens.
+        self._before = None, None
 
     def update(self, name, decision, inputs):
-        _, token_ids = self._pairs.halves(inputs)
-        masks, is_padding = self._pairs.modality_masks(
-            decision.summary["valid"], token_ids
-        )
+        sums, valid = self._sums[name], decision.summary["valid"]
+        masks, is_padding = self._pairs.modality_masks(valid, inputs)
         # (G, S)
-        first = self._sums[name].add(decision, masks, is_padding)
-        if name != next(iter(self._routers)):
+        first = sums.add(decision, masks, is_padding)
+        if name != next(iter(self._sums)):
             before, choices = self._before
-            num_experts = self._routers[name].num_experts
-            self._sums[before].add_transitions(choices, first, num_experts, masks)
-        self._before = name, first
+            shape = before.router.num_experts, sums.router.num_experts
+            for modality, mask in masks.items():
+                steps = np.zeros(shape, "int64")
+                np.add.at(steps, (choices[mask], first[mask]), 1)
+                before.sum(modality, transitions=steps)
+        self._before = sums, first
 
     def result(self):
         return {name: sums.statistics(name) for name, sums in self._sums.items()}
@@ -209,18 +191,16 @@ class _Sums:
         routing, summary = decision
         # (G, S, E)
         probabilities, selection = summary["probabilities"], summary["selection"]
+        num_tokens = selection.shape[1]
         # (G, E, C)
+        slots = routing.token, routing.filled
         if isinstance(routing, ChoiceRouting):
-            num_tokens = selection.shape[1]
             slots = [ops.convert_to_numpy(x) for x in to_slots(routing, num_tokens)[:2]]
-        else:
-            slots = routing.token, routing.filled
         num_groups, num_experts, self.capacity = slots[0].shape
         self.num_groups += num_groups
         self.padding += _places(is_padding, *slots).sum((0, 2))
         # (G, E, S)
         queue = _queue(self.router, selection, masks)
-        num_tokens = selection.shape[1]
         even = num_tokens * self.router.num_selected_experts / num_experts
         self.queue_step = max(1, int(even / _BINS_OF_EVEN_QUEUE))
         starts = range(0, num_tokens, self.queue_step)
@@ -230,7 +210,7 @@ class _Sums:
         for name, mask in masks.items():
             places = _places(mask, *queue).sum(0)
             sure = confidence[mask]
-            self._sum(
+            self.sum(
                 name,
                 num_tokens=mask.sum(),
                 dropped=summary["dropped"][mask].sum(),
@@ -245,15 +225,7 @@ class _Sums:
             )
         return first
 
-    def add_transitions(self, here, there, num_experts, masks):
-        """Add the steps from the first choices here to those at the next block."""
-        shape = (self.router.num_experts, num_experts)
-        for name, mask in masks.items():
-            step = here[mask] * num_experts + there[mask]
-            counts = np.bincount(step, minlength=shape[0] * shape[1])
-            self._sum(name, transitions=counts.reshape(shape))
-
-    def _sum(self, modality, **values):
+    def sum(self, modality, **values):
         for name, value in values.items():
             sums = self.sums.setdefault(name, {})
             sums[modality] = sums.get(modality, 0) + value
@@ -266,34 +238,28 @@ class _Sums:
             return {m: sums[name][m] / count for m, count in num_tokens.items()}
 
         confidence, squared = mean("confidence"), mean("squared_confidence")
+        std = {m: np.sqrt(max(squared[m] - x * x, 0.0)) for m, x in confidence.items()}
+        names = "routed", "chosen", "assigned", "queue", "confidence_histogram"
         return ModalityStatistics(
             block=block,
             num_tokens=num_tokens,
-            routed=sums["routed"],
-            chosen=sums["chosen"],
-            assigned=sums["assigned"],
             padding=self.padding,
             dropped={name: float(share) for name, share in mean("dropped").items()},
             capacity=self.capacity,
             num_groups=self.num_groups,
-            queue=sums["queue"],
             queue_step=self.queue_step,
             probability=mean("probability"),
             confidence_mean={name: float(x) for name, x in confidence.items()},
-            confidence_std={
-                name: float(np.sqrt(max(squared[name] - x * x, 0.0)))
-                for name, x in confidence.items()
-            },
-            confidence_histogram=sums["confidence_histogram"],
+            confidence_std={name: float(x) for name, x in std.items()},
             transitions=sums.get("transitions"),
+            **{name: sums[name] for name in names},
         )
 
 
 def _queue(router, scores, masks):
     """Return the tokens that choose each expert, by priority, with slots for all.
 
-    Returns:
-        `(G, E, S)` int array of tokens, and bool array of which places are taken.
+    Two `(G, E, S)` arrays: int, tokens; bool, which places are taken.
     """
     priority = router.priority
     if priority not in PRIORITIES:
@@ -319,7 +285,7 @@ def _places(mask, token, filled):
 
 
 def _entropy(weights):
-    """Return the entropy of weights of any sum, in nats; NaN if all are zero."""
+    """Return the entropy in nats of weights of any sum, NaN if all are zero."""
     total = weights.sum()
     share = weights[weights > 0] / total
     return float(-(share * np.log(share)).sum()) if total > 0 else float("nan")
@@ -329,17 +295,13 @@ def _entropy(weights):
 
 
 class WordReducer:
-    """Reducer of a pass over `Pairs`: from each block to its `WordStatistics`.
-
-    The `tagger` is that of `analyze`. Raises a `ValueError` if the pairs have no
-    captions or no tokenizer.
-    """
+    """Reducer of a pass over `Pairs`: from each block to its `WordStatistics`."""
 
     def __init__(self, pairs, tagger):
         if pairs.tokenizer is None or pairs.captions is None:
             kind = type(pairs.captions).__name__
             raise ValueError(
-                "Words need a tokenizer: pass captions, and a task or its "
+                "`tagger` needs captions and a tokenizer: pass a task or its "
                 f"preprocessor. Received: captions of type {kind}, "
                 f"preprocessor={pairs.preprocessor!r}."
             )
@@ -368,12 +330,14 @@ class WordReducer:
             sums[tag] = count + has_tag.sum(), assigned + taken[has_tag].sum(axis=0)
 
     def result(self):
-        return {name: self._statistics(sums) for name, sums in self._sums.items()}
-
-    def _statistics(self, sums):
-        tags = sorted(sums, key=lambda tag: (tag == PADDING_TAG, -sums[tag][0]))
-        num_tokens, assigned = zip(*(sums[tag] for tag in tags), strict=True)
-        return WordStatistics(tuple(tags), np.array(num_tokens), np.array(assigned))
+        found = {}
+        for name, sums in self._sums.items():
+            tags = sorted(sums, key=lambda tag: (tag == PADDING_TAG, -sums[tag][0]))
+            num_tokens, assigned = zip(*(sums[tag] for tag in tags), strict=True)
+            found[name] = WordStatistics(
+                tuple(tags), np.array(num_tokens), np.array(assigned)
+            )
+        return found
 
     def _tags(self, token_ids):
         """Return the tag of each token of a caption, a list."""

@@ -16,25 +16,15 @@ class RoutingMonitor(keras.callbacks.Callback):
 
     For each MoE block, by its name in `analysis.observe`:
 
-    - `dispatch_sharpness_BLOCK` and `combine_sharpness_BLOCK` of a soft router: the
-      mean over slots (or tokens) of the largest weight, in even shares. At 1 every slot
-      is the mean of the image: the layer does not route. If the initial scale is too
-      small for the length of the training it stays there, see
-      `SoftRouter(initial_scale=...)`.
-    - `dropped_BLOCK`, `imbalance_BLOCK` and `demand_imbalance_BLOCK` of the others: the
-      share of tokens that no expert takes, the largest load over the mean, and the same
-      of the demand, before experts are full.
+    - `dispatch_sharpness_BLOCK` and `combine_sharpness_BLOCK` of a soft router, 1 if it
+      does not route.
+    - `dropped_BLOCK`, `imbalance_BLOCK` and `demand_imbalance_BLOCK` of the others.
 
-    Callbacks after it see them as metrics, the history of `fit` and
-    `keras.callbacks.TensorBoard` among them.
-
-    For a LIMoE whose tokens choose experts, `usage` is also measured: the share of a
-    modality's tokens that each expert processes, by which `models.prune_experts` and
-    `evaluation.pruning_curve` choose the experts to keep.
+    For a LIMoE whose tokens choose experts, `usage` is measured, too.
 
     Args:
-        data: images, or as `analysis.observe` takes them. A few hundred are enough.
-            `None` for the text of a LIMoE alone.
+        data: as in `analysis.observe`; a few hundred inputs are enough. `None` for the
+            text of a LIMoE alone.
         captions: for a LIMoE, `N` str or `(N, sequence_length)` ints.
         every: int, steps of the optimizer between measurements of the usage. At the end
             of each epoch if `None`.
@@ -44,21 +34,12 @@ class RoutingMonitor(keras.callbacks.Callback):
 
     Raises:
         ValueError: if `every` or `last` is under one; at the beginning of the training,
-            if the model has no routers or does not take the data.
+            if the model has no routers or the data do not fit it.
 
-    Source: Soft MoE, appendix E (figures 13 and 14). LIMoE, appendix E.4: the last
-    2,500 steps, measured every 50 steps, on the batches of the training itself. Here
-    the pairs are always the same, and they are routed as outside of training, without
-    noise.
+    Source: Soft MoE, appendix E (figures 13 and 14); LIMoE, appendix E.4 (there on the
+    batches of the training, with noise).
 
     Examples:
-        >>> monitor = ksm.analysis.RoutingMonitor(images)
-        >>> soft.compile("sgd")
-        >>> history = soft.fit(images, labels, epochs=2, callbacks=[monitor])
-        >>> [name for name in history.history if "sharpness" in name]
-
-        The usage of experts by text:
-
         >>> monitor = ksm.analysis.RoutingMonitor(scenes, captions, every=1)
         >>> limoe.fit(scenes, captions, epochs=1, callbacks=[monitor])
         >>> pruned = ksm.models.prune_experts(
@@ -100,11 +81,9 @@ class RoutingMonitor(keras.callbacks.Callback):
         blocks = self._shares[0] if self._shares else {}
         measured = next(iter(blocks.values()), {})
         if modality not in measured:
-            when = "epoch" if self.every is None else f"{self.every} steps"
             raise ValueError(
-                "There is a usage of the modalities that were measured, every "
-                f"{when} of a training: {list(measured)}. Received: "
-                f"modality={modality!r}."
+                "There is a usage of modalities that were measured in a training: "
+                f"{list(measured)}. Received: modality={modality!r}."
             )
         return {
             block: np.mean([shares[block][modality] for shares in self._shares], axis=0)
@@ -114,7 +93,7 @@ class RoutingMonitor(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         self._shares.clear()
         self._steps = 0
-        # An error comes before work starts.
+        # Fail before training starts.
         if self.model.built:
             self._analyzed()
 

@@ -4,7 +4,7 @@ import numpy as np
 
 from keras_softmoe import drawing
 
-# Side of a picture in inches.
+# Side of an image in inches.
 _SIDE = 1.35
 
 
@@ -12,11 +12,7 @@ _SIDE = 1.35
 
 
 def block_panels(blocks, width, height, **kwargs):
-    """Make a figure with one panel for each of some blocks, see `drawing.panel_grid`.
-
-    Returns the figure and a list of pairs: axes with the block as their title, and the
-    statistics of the block.
-    """
+    """Make a figure with a panel for each block; return it and pairs of both."""
     figure, axes = drawing.panel_grid(len(blocks), width, height, **kwargs)
     for ax, block in zip(axes, blocks, strict=True):
         ax.set_title(drawing.block_title(block.block), fontsize=9)
@@ -24,30 +20,18 @@ def block_panels(blocks, width, height, **kwargs):
 
 
 def chosen_experts(experts, count):
-    """Return the chosen experts as a list, all from 0 on if `None`.
-
-    Raises:
-        ValueError: if there are none, or one does not exist.
-    """
+    """Return the chosen experts as a list, all if `None`; raise if one is unknown."""
     experts = list(range(count) if experts is None else experts)
     if not experts or any(expert not in range(count) for expert in experts):
         raise ValueError(
-            f"`experts` names some of the experts from 0 to {count - 1}, or is `None`. "
+            f"`experts` must name experts from 0 to {count - 1}, or be `None`. "
             f"Received: experts={experts}."
         )
     return experts
 
 
 def drawable_names(class_names, num_classes):
-    """Return a name for each class, or its number where the fonts lack a letter.
-
-    Args:
-        class_names: sequence of str, or `None` for numbers alone.
-        num_classes: int.
-
-    Raises:
-        ValueError: if there are fewer names than classes.
-    """
+    """Return a name for each class, or its number where the fonts lack a letter."""
     if class_names is None:
         return range(num_classes)
     if len(class_names) < num_classes:
@@ -55,43 +39,39 @@ def drawable_names(class_names, num_classes):
             f"`class_names` must have a name for each of the {num_classes} classes. "
             f"Received: {len(class_names)} names."
         )
-    characters = _characters_of_fonts()
+    manager = drawing.import_matplotlib().font_manager
+    families = manager.FontProperties().get_family()
+    properties = [manager.FontProperties(family=[family]) for family in families]
+    fonts = map(manager.get_font, map(manager.findfont, properties))
+    # Code points that the fonts can draw.
+    characters = {code for font in fonts for code in font.get_charmap()}
     return [
         name if characters.issuperset(map(ord, name)) else index
         for index, name in enumerate(map(str, class_names))
     ]
 
 
-def _characters_of_fonts():
-    """Set of the code points that the fonts of matplotlib's settings can draw."""
-    manager = drawing.import_matplotlib().font_manager
-    families = manager.FontProperties().get_family()
-    properties = [manager.FontProperties(family=[family]) for family in families]
-    paths = map(manager.findfont, properties)
-    return {code for path in paths for code in manager.get_font(path).get_charmap()}
+# === Images ===
 
 
-# === Pictures ===
-
-
-def picture_figure(rows, columns, extra_width=0.0, extra_height=0.75):
-    """Make a figure with room for square pictures."""
+def image_figure(rows, columns, extra_width=0.0, extra_height=0.75):
+    """Make a figure with room for square images."""
     width = max(columns * _SIDE + extra_width, drawing.LEAST_WIDTH)
     return drawing.new_figure(width, rows * _SIDE + extra_height)
 
 
 def image_rows(images, names, **extra):
     """Make a figure of rows: an image, then axes `(images, names)` below names."""
-    figure = picture_figure(len(images), 1 + len(names), **extra)
+    figure = image_figure(len(images), 1 + len(names), **extra)
     axes = figure.subplots(len(images), 1 + len(names), squeeze=False)
     for ax, name in zip(axes[0], ["image", *names], strict=True):
         ax.set_title(name, fontsize=9)
     for ax, image in zip(axes[:, 0], images, strict=True):
-        draw_picture(ax, image)
+        draw_image(ax, image)
     return figure, axes[:, 1:]
 
 
-def draw_picture(ax, image, brightness=1.0):
+def draw_image(ax, image, brightness=1.0):
     """Draw an image in `[-1, 1]`, in colour if it has three channels, else in grey."""
     pixels = np.clip((image + 1) / 2, 0, 1)
     if pixels.shape[-1] != 3:
@@ -116,7 +96,7 @@ def covered(places, color):
 def hatch_patches(ax, image, is_dropped):
     """Cover dropped patches, `(rows, columns)` bool, of an image with hatched grey."""
     values, grey = covered(is_dropped, drawing.DROPPED)
-    # Under the hatching, or the picture would shine through between its patches.
+    # Under the hatching, or the image would shine through between its patches.
     draw_map(ax, image, values, cmap=grey)
     (height, width, _), (rows, columns) = image.shape, is_dropped.shape
     ax.pcolor(

@@ -81,13 +81,10 @@ def by_class(blocks, class_names=None, sort=True):
 
     Args:
         blocks: list of `BlockStatistics`.
-        class_names: sequence of str, names of the classes. A class whose name the fonts
-            of matplotlib's settings cannot draw has its number; if `None`, all have.
-        sort: bool, whether to order each panel by itself, so that structure shows: each
-            class goes with the expert that exceeds its own mean over the classes most
-            there; experts come in falling order of their largest excess. Specialized
-            experts form bright stairs downwards (faint ones appear even in noise).
-            `False`: all panels in the order of the numbers.
+        class_names: sequence of str, names of the classes. Their numbers if `None`, or
+            where the fonts lack a letter.
+        sort: bool, order each panel so that specialized experts form stairs downwards:
+            each class goes with the expert that exceeds its own mean most.
     """
     figure, panels = block_panels(blocks, 3.1, 3.1)
     figure.axes[0].set_ylabel("class", fontsize=8)
@@ -119,23 +116,24 @@ def by_position(blocks, sort=True):
 
     Args:
         blocks: list of `BlockStatistics`.
-        sort: bool, whether to put the experts first, row by row, whose weight varies
-            most (largest standard deviation) over the image: those that choose patches
-            by their position. `False`: in the order of their numbers.
+        sort: bool, begin with the experts whose weight varies most over the image.
     """
-    # (E, rows, columns) each
-    maps = [_position_maps(block) for block in blocks]
-    experts = [_by_variation(m) if sort else np.arange(len(m)) for m in maps]
-    # (mosaic, corners) each
-    drawn = [_mosaic(m[order]) for m, order in zip(maps, experts, strict=True)]
-    height, width = drawn[0][0].shape
+    maps = []
+    for block in blocks:
+        rows, columns = block.patch_grid
+        # (E, rows, columns), without class token and registers
+        values = block.weight_by_position[-rows * columns :].T
+        maps.append(values.reshape(-1, rows, columns))
+    height, width = _mosaic(maps[0])[0].shape
     figure, panels = block_panels(blocks, 3.1, 0.35 + 2.6 * height / width)
-    for (ax, _), values, order, (mosaic, corners) in zip(
-        panels, maps, experts, drawn, strict=True
-    ):
+    for (ax, _), values in zip(panels, maps, strict=True):
+        experts = np.arange(len(values))
+        if sort:
+            experts = np.argsort(-values.std(axis=(1, 2)), kind="stable")
+        mosaic, corners = _mosaic(values[experts])
         top = end_of_scale(values, 0.98)
         image = ax.imshow(mosaic, interpolation="nearest", vmin=0.0, vmax=top)
-        for expert, (row, column) in zip(order, corners, strict=True):
+        for expert, (row, column) in zip(experts, corners, strict=True):
             # The edge of a patch is half a patch before its centre.
             ax.text(column - 0.5, row - 0.6, expert, fontsize=6, ha="left", va="bottom")
         ax.set_axis_off()
@@ -155,18 +153,6 @@ def _stairs(weights, classes):
     # By expert, then by falling excess.
     order = np.lexsort((-excess.max(axis=1), excess.argmax(axis=1)))
     return classes[order], experts
-
-
-def _position_maps(block):
-    """Return `(E, rows, columns)` weights, without class token and registers."""
-    rows, columns = block.patch_grid
-    patches = block.weight_by_position[-rows * columns :]
-    return patches.T.reshape(-1, rows, columns)
-
-
-def _by_variation(maps):
-    """Order experts by falling deviation of their maps `(E, rows, columns)`."""
-    return np.argsort(-maps.std(axis=(1, 2)), kind="stable")
 
 
 def _mosaic(maps):
@@ -193,7 +179,7 @@ def _mosaic(maps):
 
 
 def _write_names(axis, names, rotation=0):
-    """Write as many names along an axis as fit."""
+    """Write names along an axis, or some of them if there are many."""
     drawing.name_ticks(axis, range(len(names)), names, _MOST_NAMES)
     axis.set_tick_params(labelsize=6, rotation=rotation, length=2)
 

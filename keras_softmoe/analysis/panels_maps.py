@@ -1,11 +1,15 @@
-"""Figures of `RoutingMaps` over the images: slots, experts, discarded patches."""
+"""Figures of `RoutingMaps`: images with a map over them, patches and words."""
+
+import textwrap
+from collections import Counter
 
 import numpy as np
 
 from keras_softmoe import drawing
-from keras_softmoe.analysis import panel_parts as pictures
+from keras_softmoe.analysis import panel_parts as parts
+from keras_softmoe.analysis.streaming import WORD_BEGINS
 
-# Brightness of the pictures that lie under a map.
+# Brightness of the images that lie under a map.
 _DIMMED = 0.6
 # Colours of less and of more than an even share.
 _LESS_AND_MORE = (drawing.PALETTE[0], "#FFB000")
@@ -13,6 +17,17 @@ _LESS_AND_MORE = (drawing.PALETTE[0], "#FFB000")
 _LEAST_SHARE = 1e-9
 # Up to this many patches in a row, the number of its expert is written on a patch.
 _MOST_NUMBERS = 16
+# Light blue, around the images.
+_OUTSIDE = "#D6E9F5"
+# So many experts are shown, and so many patches of each.
+_MOST_EXPERTS = 8
+_MOST_PATCHES = 10
+_SIDE = 0.62
+_WORDS_PER_LINE = 4
+_LINES = 4
+_MOST_COLUMNS = 5
+# How much of a patch that is not the expert's is left in its image.
+_FADED = 0.12
 
 
 def slots(maps, slots=6):
@@ -20,28 +35,32 @@ def slots(maps, slots=6):
 
     Args:
         maps: `RoutingMaps`.
-        slots: int, how many slots to show: those that differ most in their patches, of
-            different experts as far as there are enough. Or a sequence of
-            `(expert, slot)` pairs.
+        slots: int, how many slots to show: those that differ most in their patches. Or
+            a sequence of `(expert, slot)` pairs.
     """
     matplotlib = drawing.import_matplotlib()
     chosen = _chosen_slots(maps.dispatch, slots)
     # (slots, B, rows, columns), 1 if a slot took all tokens alike
     shares = np.stack([maps.dispatch[..., e, c] for e, c in chosen])
     shares *= maps.group_tokens
-    top = pictures.end_of_scale(shares, 0.995, least=4.0)
+    top = parts.end_of_scale(shares, 0.995, least=4.0)
     scale = matplotlib.colors.LogNorm(1 / top, top)
-    colors = matplotlib.colors.ListedColormap(_see_through())
+    # From blue to orange, transparent in the middle.
+    less, more = matplotlib.colors.to_rgba_array(_LESS_AND_MORE)
+    strength = np.linspace(-1, 1, 511)
+    colors = np.where(strength[:, None] < 0, less, more)
+    colors[:, 3] = 0.9 * np.abs(strength)
+    colors = matplotlib.colors.ListedColormap(colors)
     names = [f"expert {expert}, slot {slot}" for expert, slot in chosen]
-    figure, axes = pictures.image_rows(maps.images, names, extra_width=0.9)
+    figure, axes = parts.image_rows(maps.images, names, extra_width=0.9)
     for image, row, by_slot in zip(
         maps.images, axes, shares.swapaxes(0, 1), strict=True
     ):
         for ax, share in zip(row, by_slot, strict=True):
-            pictures.draw_picture(ax, image, _DIMMED)
+            parts.draw_image(ax, image, _DIMMED)
             share = np.maximum(share, _LEAST_SHARE)
-            pictures.draw_map(ax, image, share, cmap=colors, norm=scale)
-    bar = pictures.draw_scale(
+            parts.draw_map(ax, image, share, cmap=colors, norm=scale)
+    bar = parts.draw_scale(
         figure,
         matplotlib.cm.ScalarMappable(scale, colors),
         figure.axes,
@@ -71,10 +90,10 @@ def experts(maps):
     clearness = np.clip(weights * num_experts - 1, 0, 1) * (experts >= 0)
     colors = _expert_colors(num_experts)
     columns = len(experts)
-    figure = pictures.picture_figure(2, columns, extra_width=3.0)
+    figure = parts.image_figure(2, columns, extra_width=3.0)
     grid = figure.add_gridspec(2, columns + 1, width_ratios=[1] * columns + [1.9])
     for column, image in enumerate(maps.images):
-        pictures.draw_picture(figure.add_subplot(grid[0, column]), image)
+        parts.draw_image(figure.add_subplot(grid[0, column]), image)
         ax = figure.add_subplot(grid[1, column])
         _draw_experts(ax, image, experts[column], clearness[column], colors)
     # Dropped patches first: of all, and of those of full colour.
@@ -94,11 +113,11 @@ def discarded(maps):
     """Draw the patches that no expert takes at each capacity."""
     names = [f"C = {factor:g}" for factor in maps.discarded]
     extra_height = 0.12 * len(maps.images) + 0.7
-    figure, axes = pictures.image_rows(maps.images, names, extra_height=extra_height)
+    figure, axes = parts.image_rows(maps.images, names, extra_height=extra_height)
     for column, taken_by_none in zip(axes.T, maps.discarded.values(), strict=True):
         for ax, image, patches in zip(column, maps.images, taken_by_none, strict=True):
-            pictures.draw_picture(ax, image)
-            pictures.hatch_patches(ax, image, patches)
+            parts.draw_image(ax, image)
+            parts.hatch_patches(ax, image, patches)
             share = f"{patches.mean():.0%} discarded"
             ax.set_xlabel(share, fontsize=7, labelpad=2)
     title = f"Patches that no expert takes\n{drawing.block_title(maps.block)}"
@@ -106,6 +125,109 @@ def discarded(maps):
         priority = drawing.PRIORITY_NAMES.get(maps.priority, maps.priority)
         title += f", priority {priority}"
     figure.suptitle(title, fontsize=10)
+    return figure
+
+
+def patches(maps, experts=None):
+    """Draw the patches of each expert with the largest weights, one row per expert.
+
+    Args:
+        maps: `RoutingMaps`.
+        experts: sequence of experts to show. The 8 that take most if `None`.
+    """
+    found = maps.patches
+    count = len(found.share)
+    if experts is None:
+        experts = np.argsort(-found.share, kind="stable")[:_MOST_EXPERTS].tolist()
+    experts = parts.chosen_experts(experts, count)
+    figure = drawing.new_figure(
+        1.2 + _SIDE * _MOST_PATCHES, 0.6 + (_SIDE + 0.2) * len(experts)
+    )
+    axes = figure.subplots(len(experts), _MOST_PATCHES, squeeze=False)
+    for row, expert in zip(axes, experts, strict=True):
+        _write_beside(row[0], f"expert {expert}\n{100 * found.share[expert]:.1f}%")
+        for ax in row:
+            _no_frame(ax)
+        for index, image in enumerate(found.images[expert]):
+            _draw_with_surroundings(row[index], image)
+            weight = found.weights[expert][index]
+            row[index].set_xlabel(f"{weight:.2f}", fontsize=6, labelpad=1)
+    title = "Patches that experts take with the largest weights, "
+    title += drawing.block_title(maps.block)
+    even = f"beside them, the expert's share of all patches (even: {100 / count:.3g}%)"
+    figure.suptitle(f"{title}\n{even}", fontsize=9)
+    return figure
+
+
+def examples(maps, experts=None):
+    """Draw the patches and words of each expert with the highest probabilities.
+
+    Args:
+        maps: `RoutingMaps`.
+        experts: sequence of experts to show. All of them if `None`.
+    """
+    found = maps.examples
+    count = len(next(iter(found.share.values())))
+    experts = parts.chosen_experts(experts, count)
+    # Widths in inches
+    widths = {}
+    if found.patches is not None:
+        most = max(map(len, found.patches))
+        widths["patches"] = 0.48 * max(most, 3)
+    if found.words is not None:
+        widths["words"] = 1.05 * _WORDS_PER_LINE
+        words = _readable(found.words)
+    figure = drawing.new_figure(1.3 + sum(widths.values()), 0.5 + 0.72 * len(experts))
+    axes = figure.subplots(
+        *(len(experts), len(widths)),
+        squeeze=False,
+        width_ratios=list(widths.values()),
+    )
+    for row, expert in zip(axes, experts, strict=True):
+        shares = (
+            f"{_percent(share[expert])} of {'patches' if name == 'image' else 'text'}"
+            for name, share in found.share.items()
+        )
+        _write_beside(row[0], "\n".join((f"expert {expert}", *shares)))
+        for ax, kind in zip(row, widths, strict=True):
+            _no_frame(ax)
+            if kind == "patches":
+                ax.set(xlim=(0, max(1.1 * most, 1.1)), ylim=(-0.3, 1.05))
+                ax.set_aspect("equal")
+                probabilities = found.patch_probabilities[expert]
+                _draw_patches(ax, found.patches[expert], probabilities)
+            else:
+                _write_words(ax, words[expert], found.word_probabilities[expert])
+    title = f"Most probable tokens of experts, {drawing.block_title(maps.block)}"
+    figure.suptitle(title, fontsize=11)
+    return figure
+
+
+def pair(maps, index=0):
+    """Draw the patches and words of one pair that each expert takes.
+
+    Args:
+        maps: `RoutingMaps` of pairs.
+        index: int, the pair.
+    """
+    image, patch_experts = maps.images[index], maps.main_experts[index]
+    word_experts = maps.word_experts[index]
+    (words,) = _readable([maps.words[index]])
+    # Dropped tokens last.
+    taking = {*patch_experts.ravel(), *word_experts}
+    shown = [e for e in [*range(maps.num_experts), -1] if e in taking]
+    figure, axes = drawing.panel_grid(1 + len(shown), 1.7, 2.35, _MOST_COLUMNS)
+    parts.draw_image(axes[0], image)
+    axes[0].set_title("image and caption", fontsize=9)
+    _write_below(axes[0], _counted(words))
+    for ax, expert in zip(axes[1:], shown, strict=True):
+        parts.draw_image(ax, _faded(image, patch_experts == expert))
+        ax.set_title("dropped" if expert < 0 else f"expert {expert}", fontsize=9)
+        taken = word_experts == expert
+        _write_below(ax, _counted(np.extract(taken, words)))
+    figure.suptitle(
+        f"Experts of one pair, {drawing.block_title(maps.block)}", fontsize=11
+    )
     return figure
 
 
@@ -160,8 +282,8 @@ def _most_different_slots(dispatch, count):
 
 def _draw_experts(ax, image, experts, clearness, colors):
     shown = np.concatenate([colors[experts], clearness[..., None]], axis=-1)
-    pictures.draw_map(ax, image, shown)
-    pictures.hatch_patches(ax, image, experts < 0)
+    parts.draw_map(ax, image, shown)
+    parts.hatch_patches(ax, image, experts < 0)
     rows, columns = experts.shape
     height, width = image.shape[0] / rows, image.shape[1] / columns
     for (row, column), expert in np.ndenumerate(experts):
@@ -198,15 +320,6 @@ def _draw_counts(ax, counts, clear, colors):
     ax.spines[["top", "right"]].set_visible(False)
 
 
-def _see_through():
-    """Return colours from blue to orange, transparent in the middle."""
-    less, more = drawing.import_matplotlib().colors.to_rgba_array(_LESS_AND_MORE)
-    strength = np.linspace(-1, 1, 511)
-    colors = np.where(strength[:, None] < 0, less, more)
-    colors[:, 3] = 0.9 * np.abs(strength)
-    return colors
-
-
 def _expert_colors(num_experts):
     """Return `(E, 3)` soft, distinct colours; more than 18 form a rainbow."""
     if num_experts <= 18:
@@ -218,3 +331,92 @@ def _expert_colors(num_experts):
         colors = np.array(drawing.shades(num_experts, "turbo", 0, 1))
     # Lighter, so that black numbers can be read on them.
     return 0.7 * colors[:, :3] + 0.3
+
+
+# === Words ===
+
+
+def _readable(words_by_expert):
+    """Return pieces without the sign that begins a word, others with a hyphen."""
+    all_words = {word for words in words_by_expert for word in words}
+    if not any(word.startswith(WORD_BEGINS) for word in all_words):
+        # Ids, or the pieces of another vocabulary.
+        return words_by_expert
+
+    def readable(piece):
+        if piece.startswith(WORD_BEGINS):
+            return piece.removeprefix(WORD_BEGINS) or WORD_BEGINS
+        return f"-{piece}" if piece[0].isalnum() else piece
+
+    return [[readable(word) for word in words] for words in words_by_expert]
+
+
+def _counted(words):
+    """Join words in their order, with equal ones counted: "red · <pad> ×9"."""
+    # No break before the count.
+    counts = {w: "" if n == 1 else f"\u00a0×{n}" for w, n in Counter(words).items()}
+    return " · ".join(word + count for word, count in counts.items())
+
+
+def _faded(image, is_taken):
+    """Fade all patches of an image but some, `(rows, columns)` bool."""
+    height, width, _ = image.shape
+    rows, columns = is_taken.shape
+    block = np.ones((height // rows, width // columns, 1))
+    strength = np.kron(np.where(is_taken, 1.0, _FADED)[..., None], block)
+    # Towards white.
+    return 1.0 - strength * (1.0 - image)
+
+
+def _draw_with_surroundings(ax, image):
+    height, width = image.shape[0] // 3, image.shape[1] // 3
+    parts.draw_image(ax, np.nan_to_num(image))
+    values, blue = parts.covered(np.isnan(image).any(axis=-1), _OUTSIDE)
+    parts.draw_map(ax, image, values, cmap=blue)
+    frame = drawing.import_matplotlib().patches.Rectangle(
+        (width, height), width, height, fill=False, ec=drawing.PALETTE[1], lw=1.0
+    )
+    ax.add_patch(frame)
+
+
+def _draw_patches(ax, patches, probabilities):
+    for index, patch in enumerate(patches):
+        corner = ax.inset_axes((index * 1.1, 0, 1, 1), transform=ax.transData)
+        parts.draw_image(corner, patch)
+        corner.spines[:].set_visible(False)
+        corner.set_xlabel(_percent(probabilities[index]), fontsize=6, labelpad=1)
+
+
+def _write_words(ax, words, probabilities):
+    for index, word in enumerate(words):
+        line, column = divmod(index, _WORDS_PER_LINE)
+        word = textwrap.shorten(word, 12, placeholder="…")
+        ax.text(
+            column / _WORDS_PER_LINE,
+            1 - (line + 0.5) / _LINES,
+            f"{word} {_percent(probabilities[index])}",
+            fontsize=7,
+            va="center",
+            parse_math=False,
+        )
+    ax.set(xlim=(0, 1), ylim=(0, 1))
+
+
+def _write_beside(ax, text):
+    ax.set_ylabel(text, fontsize=8, rotation=0, ha="right", va="center")
+
+
+def _write_below(ax, text):
+    lines = textwrap.wrap(text, 22, break_long_words=True)
+    ax.set_xlabel("\n".join(lines) or "no text", fontsize=7, parse_math=False)
+    if not lines:
+        ax.xaxis.label.set_color("0.6")
+
+
+def _no_frame(ax):
+    ax.set(xticks=[], yticks=[])
+    ax.spines[:].set_visible(False)
+
+
+def _percent(share):
+    return f"{100 * share:.0f}%"

@@ -3,25 +3,21 @@
 import numpy as np
 
 from keras_softmoe import drawing
-from keras_softmoe.analysis.pairs import PADDING_TAG
 from keras_softmoe.analysis.panel_parts import block_panels, chosen_experts
+from keras_softmoe.analysis.streaming import PADDING_TAG
 
 _PADDING_COLOR = drawing.PALETTE[4]
 _MOST_EXPERT_TICKS = 8
-# A capacity that is so many times the highest bar, or the longest queue, would leave
-# no room for them.
+# A capacity that is so many times the highest bar, or the longest queue, is not drawn.
 _FARTHEST = 2.0
 # Half the distance of two blocks, nearly.
 _HALF_WIDTH = 0.44
 # So many experts have room side by side.
 _MOST_EXPERTS = 8
-# Width in points of a line for all tokens of a modality, unless the widest line would
-# then be wider than the second number.
+# Width in points of a path for all tokens of a modality, and of the widest path.
 _FULL_WIDTH = 22.0
 _WIDEST = 8.0
 _ALPHA = 0.6
-# Radius of an expert, in units of the distance of two experts.
-_RADIUS = 0.3
 
 
 def modality_load(blocks):
@@ -44,13 +40,8 @@ def modality_load(blocks):
             handles.setdefault("capacity", line)
         else:
             ax.margins(y=0.15)
-            ax.text(
-                *(0.98, 0.97, f"capacity {block.slots:,} ↑"),
-                transform=ax.transAxes,
-                fontsize=7,
-                ha="right",
-                va="top",
-            )
+            above = {"transform": ax.transAxes, "ha": "right", "va": "top"}
+            ax.text(0.98, 0.97, f"capacity {block.slots:,} ↑", fontsize=7, **above)
         experts = range(len(block.padding))
         drawing.name_ticks(ax.xaxis, experts, experts, _MOST_EXPERT_TICKS)
         drawing.plain_axes(ax, 7)
@@ -90,9 +81,9 @@ def confidence(blocks):
             label=name,
             **drawing.MODALITY_STYLES[name],
         )
-    least = [1 / len(block.padding) for block in blocks]
+    even = [1 / len(block.padding) for block in blocks]
     style = {"colors": "0.3", "ls": ":", "lw": 1, "label": "1/E"}
-    ax.hlines(least, places - 0.5, places + 0.5, **style)
+    ax.hlines(even, places - 0.5, places + 0.5, **style)
     ax.set(xlim=(-0.5, len(blocks) - 0.5), ylim=(0, 1.04))
     ax.set_xticks(places, [drawing.block_title(block.block) for block in blocks])
     drawing.plain_axes(ax)
@@ -107,8 +98,7 @@ def coverage(blocks, share=0.9):
 
     Args:
         blocks: list of `ModalityStatistics`.
-        share: float in `(0, 1]`. The legend lists the number of experts that each block
-            needs for this share of the tokens.
+        share: float in `(0, 1]`. The legend has the number of experts for this share.
     """
     modalities = modalities_of(blocks)
     # Shades, since distinct colours denote modalities.
@@ -145,7 +135,7 @@ def words(blocks):
     """Draw the kinds of words of which the text of each expert consists."""
     figure, panels = block_panels(blocks, 3.0, 2.2, sharey=True)
     tags = [tag for tag in blocks[0].words.tags if tag != PADDING_TAG]
-    colors = dict(zip(tags, _colors(len(tags)), strict=True))
+    colors = dict(zip(tags, drawing.line_colors(tags), strict=True))
     colors[PADDING_TAG] = drawing.DROPPED
     handles = {}
     for ax, block in panels:
@@ -181,28 +171,48 @@ def priorities(blocks, experts=None):
         experts: sequence of experts to show. If `None` all, up to eight: those that
             most text tokens choose (patches, if there is no text).
     """
-    experts = _shown_experts(blocks, experts)
+    count = max(len(block.padding) for block in blocks)
+    if experts is None and count > _MOST_EXPERTS:
+        name = modalities_of(blocks)[0]
+        chosen = np.zeros(count)
+        for block in blocks:
+            chosen[: len(block.padding)] += block.routed[name] / block.num_tokens[name]
+        experts = sorted(np.argsort(-chosen, kind="stable")[:_MOST_EXPERTS].tolist())
+    experts = chosen_experts(experts, count)
     figure = drawing.new_figure(2.2 + 1.35 * len(experts), 0.6 + 1.25 * len(blocks))
     axes = figure.subplots(
         len(blocks), len(experts), squeeze=False, sharex="row", sharey=True
     )
     handles = {}
     for row, block in zip(axes, blocks, strict=True):
-        longest = max(_queue_length(queue) for queue in block.queue.values())
-        longest *= block.queue_step
+        # Up to the last bin that is taken.
+        taken = sum(counts.sum(axis=0) for counts in block.queue.values())
+        longest = block.queue_step * (np.flatnonzero(taken).max(initial=0) + 1)
+        with_capacity = block.capacity <= _FARTHEST * longest
         for ax, expert in zip(row, experts, strict=True):
             if expert >= len(block.padding):
                 ax.set_axis_off()
                 continue
-            handles |= _draw_queue(ax, block, expert)
-            if block.capacity <= _FARTHEST * longest:
+            below = 0.0
+            for name in modalities_of(blocks):
+                counts = block.queue[name][expert]
+                share = counts / (block.num_groups * block.queue_step)
+                handles[name] = ax.stairs(
+                    below + share,
+                    np.arange(len(counts) + 1) * block.queue_step,
+                    baseline=below,
+                    fill=True,
+                    color=drawing.MODALITY_COLORS[name],
+                    lw=0,
+                )
+                below = below + share
+            if with_capacity:
                 line = ax.axvline(block.capacity, color="black", ls="--", lw=1)
                 handles["capacity"] = line
             drawing.plain_axes(ax, 7)
             drawing.whole_ticks(ax.xaxis, 3)
-        if block.capacity <= _FARTHEST * longest:
-            longest = max(longest, block.capacity)
-        row[0].set(xlim=(0, 1.05 * longest), ylim=(0, 1.03))
+        end = max(longest, block.capacity) if with_capacity else longest
+        row[0].set(xlim=(0, 1.05 * end), ylim=(0, 1.03))
         drawing.label_axes(row[0], y=drawing.block_title(block.block))
     for ax, expert in zip(axes[0], experts, strict=True):
         ax.set_title(f"expert {expert}", fontsize=9)
@@ -218,13 +228,15 @@ def trajectories(blocks, least=0.02):
     """Draw the paths of tokens from the experts of one block to those of the next.
 
     Args:
-        blocks: list of `ModalityStatistics`, of two blocks or more that follow each
-            other.
-        least: float, the share of the tokens of a modality from which on a path is
-            shown.
+        blocks: list of `ModalityStatistics` of consecutive blocks, two or more.
+        least: float, the smallest share of the tokens of a modality that is shown.
     """
     matplotlib = drawing.import_matplotlib()
-    _check_steps(blocks)
+    if len(blocks) < 2 or any(block.transitions is None for block in blocks[:-1]):
+        raise ValueError(
+            "Trajectories need two blocks or more, in their order. "
+            f"Received: statistics of the blocks {[b.block for b in blocks]}."
+        )
     sizes = [len(block.padding) for block in blocks]
     size = 2.4 + 1.5 * (len(blocks) - 1), 0.6 + 0.42 * max(sizes)
     figure = drawing.new_figure(*size)
@@ -243,17 +255,37 @@ def trajectories(blocks, least=0.02):
     for (column, name), share in shares.items():
         shift = {"text": -0.1, "image": 0.1}[name] * (len(drawn) - 1)
         for here, there in np.argwhere(share >= least):
-            _draw_path(
-                ax,
-                (column, here + shift),
-                (column + 1, there + shift),
-                color=drawing.MODALITY_COLORS[name],
-                lw=full_width * share[here, there],
+            start, end = here + shift, there + shift
+            # A Bézier curve with two points between its ends.
+            path = matplotlib.path.Path(
+                [
+                    (column, start),
+                    (column + 0.5, start),
+                    (column + 0.5, end),
+                    (column + 1, end),
+                ],
+                [1, 4, 4, 4],
             )
+            style = {"fill": False, "alpha": _ALPHA, "capstyle": "butt"}
+            style["color"] = drawing.MODALITY_COLORS[name]
+            style["lw"] = full_width * share[here, there]
+            ax.add_patch(matplotlib.patches.PathPatch(path, **style))
             reached |= {(column, int(here)), (column + 1, int(there))}
-    for column, size in enumerate(sizes):
-        for expert in range(size):
-            _draw_expert(ax, column, expert, (column, expert) in reached)
+    for column, expert in ((c, e) for c, size in enumerate(sizes) for e in range(size)):
+        is_reached = (column, expert) in reached
+        ax.text(
+            *(column, expert, str(expert)),
+            ha="center",
+            va="center_baseline",
+            fontsize=8,
+            color="black" if is_reached else "0.7",
+            bbox={
+                "boxstyle": "circle,pad=0.3",
+                "facecolor": "white",
+                "edgecolor": "0.2" if is_reached else "0.8",
+                "lw": 0.8,
+            },
+        )
     lines = {name: (drawing.MODALITY_COLORS[name], 3) for name in reversed(drawn)}
     lines |= {
         f"{100 * share:g}% of text\nor of patches": ("0.5", full_width * share)
@@ -273,9 +305,6 @@ def trajectories(blocks, least=0.02):
     return figure
 
 
-# === Bars ===
-
-
 def modalities_of(blocks):
     """Return the modalities in statistics of blocks, text first."""
     return [name for name in drawing.MODALITY_COLORS if name in blocks[0].num_tokens]
@@ -288,96 +317,6 @@ def _layers_of_bars(block):
     yield "text: words", text - block.padding, {"color": colors["text"]}
     yield "text: padding", block.padding, {"color": _PADDING_COLOR}
     yield "image", image, {"color": colors["image"]}
-    for name in ("text", "image"):
-        if name in block.chosen:
-            style = {
-                "facecolor": "white",
-                "edgecolor": colors[name],
-                "hatch": "/////",
-                "lw": 0.4,
-            }
-            dropped = block.chosen[name] - block.assigned[name]
-            yield f"{name}, dropped", dropped, style
-
-
-def _colors(count):
-    if count <= len(drawing.PALETTE):
-        return drawing.PALETTE[:count]
-    return drawing.shades(count)
-
-
-# === Queues ===
-
-
-def _shown_experts(blocks, experts):
-    count = max(len(block.padding) for block in blocks)
-    if experts is not None or count <= _MOST_EXPERTS:
-        return chosen_experts(experts, count)
-    name = modalities_of(blocks)[0]
-    chosen = np.zeros(count)
-    for block in blocks:
-        chosen[: len(block.padding)] += block.routed[name] / block.num_tokens[name]
-    return sorted(np.argsort(-chosen, kind="stable")[:_MOST_EXPERTS].tolist())
-
-
-def _queue_length(counts):
-    """Return the number of bins `(E, bins)` up to the last that is taken."""
-    taken = np.flatnonzero(counts.any(axis=0))
-    return taken[-1] + 1 if len(taken) else 1
-
-
-def _draw_queue(ax, block, expert):
-    """Draw the queue for an expert; return handles for the legend."""
-    handles, below = {}, 0.0
-    for name, color in drawing.MODALITY_COLORS.items():
-        if name not in block.queue:
-            continue
-        counts = block.queue[name][expert]
-        share = counts / (block.num_groups * block.queue_step)
-        edges = np.arange(len(counts) + 1) * block.queue_step
-        handles[name] = ax.stairs(
-            below + share, edges, baseline=below, fill=True, color=color, lw=0
-        )
-        below = below + share
-    return handles
-
-
-# === Paths ===
-
-
-def _check_steps(blocks):
-    *others, _ = blocks
-    if not others or any(block.transitions is None for block in others):
-        raise ValueError(
-            "Trajectories lead from one MoE block to the next: choose two blocks or "
-            "more, in their order. "
-            f"Received: statistics of the blocks {[b.block for b in blocks]}."
-        )
-
-
-def _draw_path(ax, start, end, **style):
-    matplotlib = drawing.import_matplotlib()
-    (left, top), (right, bottom) = start, end
-    middle = (left + right) / 2
-    # A curve of Bézier with two points between its ends.
-    path = matplotlib.path.Path(
-        [start, (middle, top), (middle, bottom), end], [1, 4, 4, 4]
-    )
-    style = {"fill": False, "alpha": _ALPHA, "capstyle": "butt", **style}
-    ax.add_patch(matplotlib.patches.PathPatch(path, **style))
-
-
-def _draw_expert(ax, column, expert, is_reached):
-    ax.text(
-        *(column, expert, str(expert)),
-        ha="center",
-        va="center_baseline",
-        fontsize=8,
-        color="black" if is_reached else "0.7",
-        bbox={
-            "boxstyle": f"circle,pad={_RADIUS}",
-            "facecolor": "white",
-            "edgecolor": "0.2" if is_reached else "0.8",
-            "lw": 0.8,
-        },
-    )
+    for name in modalities_of([block]):
+        style = {"fc": "white", "ec": colors[name], "hatch": "/////", "lw": 0.4}
+        yield f"{name}, dropped", block.chosen[name] - block.assigned[name], style

@@ -5,7 +5,6 @@ from itertools import cycle
 import numpy as np
 
 from keras_softmoe import drawing
-from keras_softmoe.analysis.concentration import BANDS
 from keras_softmoe.analysis.panel_parts import block_panels, draw_scale
 from keras_softmoe.checks import check_choice
 
@@ -14,6 +13,8 @@ _KINDS = {
     "dispatch": ("Blues", "tokens", "a slot"),
     "combine": ("Oranges", "slots", "a token"),
 }
+# Parts of the distribution that bands hold.
+BANDS = (0.6, 0.8, 0.9, 0.95, 0.99)
 _ORDER = "from the one with the largest weight on"
 _LEAST_COLOR, _MOST_COLOR = drawing.PALETTE[1], drawing.PALETTE[0]
 # Contributions with a larger ratio have a logarithmic axis.
@@ -35,13 +36,8 @@ def token_weights(blocks):
         above = np.cumsum(counts[::-1])[::-1] / counts.sum()
         # Without the first edge: zero is not on a logarithmic axis.
         points = block.token_weight_edges[1:-1], above[1:]
-        ax.plot(
-            *points,
-            lw=1.4,
-            color=color,
-            ls=dashes,
-            label=drawing.block_title(block.block),
-        )
+        name = drawing.block_title(block.block)
+        ax.plot(*points, lw=1.4, color=color, ls=dashes, label=name)
         ends += [points[0][points[1] > 1 - _RAREST].max(initial=points[0][0])]
         ends += [points[0][points[1] < _RAREST].min(initial=points[0][-1])]
     for mean in sorted({block.mean_token_weight for block in blocks}):
@@ -64,7 +60,7 @@ def token_weights(blocks):
 
 
 def contributions(blocks):
-    """Draw mean combine weights of experts, as multiples of the least one's."""
+    """Draw mean combine weights of experts, as multiples of the smallest one."""
     figure = drawing.new_figure(5.6, 3.2)
     ax = figure.subplots()
     most = 1.0
@@ -99,7 +95,7 @@ def tokens_per_slot(blocks, share=0.9):
     Args:
         blocks: list of `SoftStatistics`.
         share: float over 0 and under 1. The slots that need the fewest and the most
-            tokens for this share of their weight are in colour.
+            tokens for it are in colour.
     """
     figure, panels = block_panels(blocks, 2.4, 2.2, sharey=True)
     for ax, block in panels:
@@ -138,8 +134,7 @@ def concentration(blocks, weights="dispatch", levels=BANDS):
         blocks: list of `SoftStatistics`.
         weights: `"dispatch"` (slots as averages of tokens) or `"combine"` (outputs of
             tokens as averages of slots).
-        levels: sequence of floats over 0 and at most 1, the parts of the distribution
-            that the bands hold.
+        levels: sequence of floats over 0 and at most 1, parts of the distribution.
     """
     check_choice("weights", weights, tuple(_KINDS))
     colormap, counted, whole = _KINDS[weights]
@@ -207,14 +202,10 @@ def _lines(blocks):
 
 def _mean_cosines(block):
     experts, slots = block.slot_contribution.shape
-    parts = []
+    means = {}
     if slots > 1:
-        parts.append(f"within experts {_rounded(block.cosine_within_experts)}")
+        means["within experts"] = block.cosine_within_experts
     if experts > 1:
-        parts.append(f"between {_rounded(block.cosine_between_experts)}")
-    return ", ".join(parts)
-
-
-def _rounded(cosine):
+        means["between"] = block.cosine_between_experts
     # Without the sign of a zero.
-    return f"{round(cosine, 2) + 0.0:.2f}"
+    return ", ".join(f"{name} {round(x, 2) + 0.0:.2f}" for name, x in means.items())

@@ -12,14 +12,14 @@ from keras_softmoe.analysis.blocks import BlockReducer, check_labels
 from keras_softmoe.analysis.figures import FIGURES, draw
 from keras_softmoe.analysis.maps import ExampleReducer, MapReducer, PatchReducer
 from keras_softmoe.analysis.modalities import ModalityReducer, WordReducer
-from keras_softmoe.analysis.pairs import pairs_of
-from keras_softmoe.analysis.report import ModelCard, card_of, text_of, write_report
+from keras_softmoe.analysis.report import name_of, text_of, write_report
 from keras_softmoe.analysis.soft import SoftReducer
 from keras_softmoe.analysis.streaming import (
     backbone_of,
     chooses,
     is_limoe,
     observe,
+    pairs_of,
     routers_of,
     tokens_per_input,
 )
@@ -37,10 +37,9 @@ class Routing(NamedTuple):
         blocks: dict from each MoE block, as `observe` names it, to `BlockStatistics`.
         soft: dict from each block with a `SoftRouter` to `SoftStatistics`.
         modalities: dict from each block to `ModalityStatistics`, for a LIMoE whose
-            tokens choose experts. Else empty.
-        maps: dict from each block to `RoutingMaps` of some images or pairs. Empty
-            without `num_pictures`.
-        model: `ModelCard`, the model and the settings of its routers.
+            tokens choose experts.
+        maps: dict from each block to `RoutingMaps` of some images or pairs.
+        model: str, the name of the model.
 
     Examples:
         >>> routing = ksm.analysis.analyze(sparse, images)
@@ -52,7 +51,7 @@ class Routing(NamedTuple):
     soft: dict
     modalities: dict
     maps: dict
-    model: ModelCard
+    model: str
 
     def __repr__(self):
         return text_of(self)
@@ -70,9 +69,9 @@ class Routing(NamedTuple):
         """Draw a figure.
 
         Args:
-            figure: str, a name out of `figures`.
-            blocks: sequence of blocks. All to which the figure applies if `None`; the
-                first of them for a figure of one block.
+            figure: str, one of `figures`.
+            blocks: sequence of blocks. If `None`, all to which the figure applies, or
+                the first of them for a figure of one block.
             **options: the options of the figure, see the table of figures.
 
         Returns:
@@ -83,9 +82,6 @@ class Routing(NamedTuple):
 
         Examples:
             >>> routing = ksm.analysis.analyze(sparse, images, num_pictures=2)
-            >>> routing.figures[:3]
-            ['load', 'choice_weights', 'experts_per_image']
-            >>> figure = routing.plot("load")
             >>> figure = routing.plot("experts", blocks=[3])
         """
         check_choice("figure", figure, self.figures)
@@ -96,7 +92,7 @@ class Routing(NamedTuple):
         blocks = list(blocks)
         if not blocks or any(block not in found for block in blocks):
             raise ValueError(
-                f"The figure {figure!r} shows some of the blocks {list(found)}. "
+                f"The figure {figure!r} needs one or more of the blocks {list(found)}. "
                 f"Received: blocks={blocks}."
             )
         return draw(figure, [found[block] for block in blocks], options)
@@ -107,24 +103,21 @@ class Routing(NamedTuple):
         title: str | None = None,
         class_names: Sequence | None = None,
     ) -> Path:
-        """Write a page with all figures and tables: one HTML file, for any browser.
-
-        The file needs no network and no other file.
+        """Write a page with all figures: one HTML file, which needs no other.
 
         Args:
             path: str or path of the file. Its directory is made. An older file is
                 replaced when the page is complete.
-            title: str, heading of the page. If `None`, "How ... routes", with the name
-                of the model if it was given one, else with its class.
+            title: str, heading of the page. "How ... routes" if `None`, with the name
+                or class of the model.
             class_names: optional sequence of str, names of the classes.
 
         Returns:
-            `pathlib.Path` of the file, of 5 MB at most.
+            `pathlib.Path` of the file.
 
         Examples:
             >>> routing = ksm.analysis.analyze(sparse, images, labels)
-            >>> names = ksm.datasets.sample("glyphs").class_names
-            >>> routing.save("report.html", class_names=names)
+            >>> routing.save("report.html")
         """
         return write_report(self, path, title, class_names)
 
@@ -149,34 +142,29 @@ def analyze(
 ) -> Routing:
     """Count the routing decisions of a model, in one pass over data.
 
-    Sums are kept instead of decisions: memory does not grow with the data. Everything
-    that applies to the model is counted: the load of experts of any router; the work of
-    experts by place and class, of images in a `ViTMoEBackbone`; the weights of soft
-    routers; images and text apart, of a LIMoE. The result draws itself.
+    All that applies to the model is counted: the load of experts, their work by place
+    and class, the weights of soft routers, images and text of a LIMoE. Memory does not
+    grow with the data.
 
-    Images and captions that are given together are routed together and compete for
-    slots, as in training. Either of them alone has the capacity that the router gives
-    one modality, as in `encode_image` and `encode_text`.
+    Images and captions that are given together compete for slots, as in training.
+    Either of them alone has the capacity that the router gives one modality.
 
     Args:
-        model: any built `keras.Model` with `layers.MoE` or `layers.SoftMoE`, as in
-            `observe`.
+        model: as in `observe`.
         data: as in `observe`; for a LIMoE `(N, height, width, channels)` images, or
             `None` for text alone.
         labels: optional `(N,)` int array, classes of the images, counted from 0.
         captions: for a LIMoE, `N` str or `(N, sequence_length)` ints, or `None` for
             images alone.
-        tagger: for a LIMoE, callable from the list of the words of a caption, str, to
-            as many tags, str. With NLTK, whose data have to be downloaded first:
+        tagger: for a LIMoE, callable from a list of words to a list of their tags. With
+            NLTK, after downloading its data:
             `lambda words: [tag for _, tag in nltk.pos_tag(words, tagset="universal")]`.
-        num_pictures: int, how many of the first images or pairs (of one batch at most)
-            are kept with their routing, and shown patch by patch.
-        capacity_factors: sequence of floats. The pictures are routed again at each of
-            these capacities, to show the patches that are discarded.
+        num_pictures: int, how many of the first images or pairs (at most one batch) are
+            kept with their routing, and shown patch by patch.
+        capacity_factors: sequence of floats. The kept images are routed again at each
+            of these capacities, to show the discarded patches.
         batch_size: int, inputs of an array at a time. Pairs are rounded up to whole
-            groups, since in groups partly filled fewer tokens are dropped. The weights
-            of a batch are in memory, for soft routers `2 * batch_size * S * E * C`
-            numbers for each block.
+            groups.
         preprocessor: callable applied to each batch. By default a task's own; without
             one, images in `[-1, 1]` and token ids are expected.
         verbose: 0 for silence, 1 for a progress bar, 2 for one line.
@@ -185,9 +173,9 @@ def analyze(
         `Routing`.
 
     Raises:
-        ValueError: if the model is dense or not built, there are no data, the model
-            does not take them, images and labels or captions differ in number, or an
-            argument does not apply to the model.
+        ValueError: if the model is dense or not built, the data are empty or do not
+            fit it, images and labels or captions differ in number, or an argument does
+            not apply to the model.
 
     Source: V-MoE, section 5 and appendices D and E; Soft MoE, section 3.6 and
     appendices B, E, H and I; LIMoE, appendices B.2, E.4, F and G.
@@ -197,14 +185,6 @@ def analyze(
         >>> {block: s.imbalance for block, s in routing.blocks.items()}
         >>> routing.soft[3].dispatch.needed(0.9)  # of 64 tokens
         >>> figure = routing.plot("tokens_per_slot")
-
-        Images and captions:
-
-        >>> routing = ksm.analysis.analyze(limoe, scenes, captions=captions)
-        >>> {block: s.dropped for block, s in routing.modalities.items()}
-        >>> text = ksm.analysis.analyze(limoe, captions=captions).modalities
-        >>> text[3].routed["text"].shape  # which experts text needs
-        (8,)
     """
     check_whole_numbers(0, num_pictures=num_pictures)
     backbone, _ = backbone_of(model, preprocessor)
@@ -230,11 +210,11 @@ def analyze(
             maps[block] = maps[block]._replace(**{name: kept})
     if capacity_factors:
         _add_discarded(maps, backbone, capacity_factors)
-    return Routing(found["blocks"], found["soft"], modalities, maps, card_of(model))
+    return Routing(found["blocks"], found["soft"], modalities, maps, name_of(model))
 
 
 def _reducers(backbone, routers, labels, tagger, num_pictures, pairs):
-    """Return a dict of the reducers that apply."""
+    """Return a dict of the reducers that apply, by the parts of the result."""
     reducers = {
         "blocks": BlockReducer(backbone, routers, labels),
         "soft": SoftReducer(routers),
@@ -244,18 +224,17 @@ def _reducers(backbone, routers, labels, tagger, num_pictures, pairs):
     if tagger is not None:
         if "modalities" not in reducers:
             raise ValueError(
-                "Words are those of a LIMoE whose tokens choose experts. Received: "
-                f"tagger with {type(backbone).__name__}."
+                "`tagger` needs a LIMoE whose tokens choose experts. Received: tagger "
+                f"with {type(backbone).__name__}."
             )
         reducers["words"] = WordReducer(pairs, tagger)
     if num_pictures:
         has_patches = hasattr(backbone, "patch_grid") and tokens_per_input(backbone)
         if pairs is None and not has_patches:
             raise ValueError(
-                "Pictures are those of images in a `ViTMoEBackbone`, of arrays of "
-                "images and captions in a `LIMoEBackbone`, or in a task that has one. "
-                f"Received: num_pictures={num_pictures} with "
-                f"{type(backbone).__name__}."
+                "`num_pictures` needs a `ViTMoEBackbone` with images or a "
+                "`LIMoEBackbone` with arrays of images and captions. Received: "
+                f"num_pictures={num_pictures} with {type(backbone).__name__}."
             )
         reducers["maps"] = MapReducer(backbone, num_pictures, pairs)
         if pairs is None:
@@ -267,24 +246,21 @@ def _reducers(backbone, routers, labels, tagger, num_pictures, pairs):
 
 
 def _check_has_capacity(backbone, routers, num_pictures):
-    """Raise unless there are pictures, and routers that discard patches."""
     if not num_pictures or is_limoe(backbone):
         raise ValueError(
-            "Discarded patches are those of pictures in a `ViTMoEBackbone`: pass "
-            "`num_pictures=4`. Received: capacity_factors with "
-            f"num_pictures={num_pictures} and {type(backbone).__name__}."
+            "`capacity_factors` needs `num_pictures` and a `ViTMoEBackbone`. Received: "
+            f"num_pictures={num_pictures} with {type(backbone).__name__}."
         )
     for block, router in routers.items():
         if "eval_capacity_factor" not in router.mutable_settings:
             raise ValueError(
-                "Only routers with a capacity discard patches: those in which tokens "
-                f"or experts choose. Received: capacity_factors with block {block} of "
-                f"{type(router).__name__}."
+                "`capacity_factors` needs routers with a capacity. Received: "
+                f"block {block} with {type(router).__name__}."
             )
 
 
 def _add_discarded(maps, backbone, capacity_factors):
-    """Route the pictures of maps at other capacities, and add the discarded patches."""
+    """Route the images of maps at other capacities, and add the discarded patches."""
     discarded = {block: {} for block in maps}
     images = next(iter(maps.values())).images
     with keep_settings(backbone):

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import numpy as np
 from keras import ops
 
-from keras_softmoe.analysis.concentration import Concentration, ConcentrationTotal
 from keras_softmoe.analysis.figures import figure_method
+from keras_softmoe.analysis.panels_soft import BANDS
 from keras_softmoe.checks import check_numbers
 from keras_softmoe.routers import SoftRouter
 
@@ -14,36 +14,89 @@ from keras_softmoe.routers import SoftRouter
 TOKEN_WEIGHT_EDGES = np.concatenate(
     [[0.0], 2.0 ** (np.arange(-640, 769) / 64), [np.inf]]
 )
+NUM_BINS = 1000
+# Weights within this distance below the edge of a bin count as on it.
 _ROUNDING = 1e-6
-# Avoids division by zero: a slot of zeros has the cosine 0 with all others.
-_TINY = 1e-12
+
+
+class Concentration(NamedTuple):
+    """The share of an average that its `n` largest weights hold, over many averages.
+
+    Attributes:
+        mean: `(N,)` float64 array, entry `n - 1` the mean sum of the `n` largest
+            weights, which all together are one.
+        counts: `(N, 1000)` int64 array: how often the sum of the `n` largest weights
+            fell into each bin of equal width between 0 and 1 (1 belongs to the last).
+    """
+
+    mean: np.ndarray
+    counts: np.ndarray
+
+    def bands(self, levels=BANDS):
+        """Return the ends of the central parts of the distribution.
+
+        Args:
+            levels: sequence of `L` floats over 0 and at most 1, the shares of the
+                averages that a band holds: half of the others are below, half above.
+
+        Returns:
+            `(L, 2, N)` float64 array, the lower and upper ends of the bands.
+
+        Source: Soft MoE, appendix H (figures 26 and 27).
+        """
+        levels = np.asarray(levels, "float64")
+        if levels.ndim != 1 or np.any((levels <= 0) | (levels > 1)):
+            raise ValueError(
+                "`levels` must be shares over 0 and at most 1, such as (0.6, 0.9). "
+                f"Received: levels={levels.tolist()}."
+            )
+        ends = np.stack([1 - levels, 1 + levels], axis=-1).ravel() / 2
+        bands = [_quantiles(counts, ends) for counts in self.counts]
+        return np.array(bands).T.reshape(len(levels), 2, -1)
+
+    def needed(self, share=0.9, part=0.5):
+        """Return the number of weights that hold a share in a part of the averages.
+
+        Args:
+            share: float over 0 and under 1.
+            part: float over 0 and at most 1, 0.5 for the median of the averages.
+
+        Returns:
+            int.
+        """
+        check_numbers(over=0, under=1, share=share)
+        if not 0 < part <= 1:
+            raise ValueError(
+                "`part` must be a share of the averages, over 0 and at most 1. "
+                f"Received: part={part}."
+            )
+        # The last bin ends at one, which all weights together reach.
+        first = min(round(share * NUM_BINS), NUM_BINS - 1)
+        reached = self.counts[:, first:].sum(axis=1) / self.counts.sum(axis=1)
+        return int(np.argmax(reached >= part - 1e-12)) + 1
 
 
 class SoftStatistics(NamedTuple):
-    """Dispatch and combine weights of one block, summed up over many groups of tokens.
+    """Dispatch and combine weights of one block, summed up over groups of `S` tokens.
 
-    The `S` tokens of a group, those of an image or of several under `group_images`, are
-    routed together. There are `E` experts with `C` slots each. Padding is left out.
+    There are `E` experts with `C` slots each. Padding is left out.
 
     Attributes:
         block: int or str, the block, see `observe`.
         num_groups: int.
         num_tokens: int, tokens in all groups together.
-        token_weight_counts: `(bins,)` int64 array: how often a token's total dispatch
-            weight, summed over all slots, fell between two neighbouring
-            `TOKEN_WEIGHT_EDGES` (an edge belongs to the bin above). On average it is
-            `E * C / S`, and exactly that for each token if all have equal weight.
-        slot_contribution: `(E, C)` float64 array, the mean combine weight of each
-            slot's output over all tokens. Its sum is one.
-        slot_curves: `(E, C, S)` float64 array, entry `n - 1` the cumulative dispatch
-            weight of the `n` tokens that count most for a slot, averaged over groups.
-        dispatch: `Concentration` of the dispatch weights of all slots in all groups:
-            `n` counts tokens, up to `S`.
-        combine: `Concentration` of the combine weights of all tokens: `n` counts slots,
-            up to `E * C`.
+        token_weight_counts: `(bins,)` int64 array: how often a token's dispatch weight,
+            summed over all slots, fell between two `token_weight_edges`. Its mean is
+            `E * C / S`.
+        slot_contribution: `(E, C)` float64 array, the mean combine weight of each slot.
+            Its sum is one.
+        slot_curves: `(E, C, S)` float64 array, entry `n - 1` the sum of the `n` largest
+            dispatch weights of a slot, averaged over groups.
+        dispatch: `Concentration` of the dispatch weights of all slots in all groups.
+        combine: `Concentration` of the combine weights of all tokens.
         slot_directions: `(E * C, D)` float32 array, the parameters of the slots, scaled
-            to length 1. Slots of one expert follow each other: slot `c` of expert `e`
-            is at `e * C + c`. `None` for a block that mixes uniformly.
+            to length 1, slot `c` of expert `e` at `e * C + c`. `None` for a block that
+            mixes uniformly.
 
     Examples:
         >>> block = ksm.analysis.analyze(soft, images).soft[3]
@@ -71,9 +124,8 @@ class SoftStatistics(NamedTuple):
     def slot_cosines(self) -> np.ndarray | None:
         """`(E * C, E * C)` float32 array: cosines between the parameters of the slots.
 
-        Slots whose parameters point in the same direction take in the same mixture of
-        tokens, so one of them suffices. `None` for a block that mixes uniformly.
-        Source: Soft MoE, appendix I (figures 28 to 30).
+        Slots at a cosine of 1 take in the same mixture of tokens. `None` for a block
+        that mixes uniformly. Source: Soft MoE, appendix I (figures 28 to 30).
         """
         if self.slot_directions is None:
             return None
@@ -81,28 +133,17 @@ class SoftStatistics(NamedTuple):
 
     @property
     def cosine_within_experts(self) -> float:
-        """Float, the mean cosine over pairs of different slots of the same expert.
-
-        NaN with one slot per expert.
-        """
-        same = self._same_expert()
-        np.fill_diagonal(same, False)
-        return self._mean_cosine(same)
+        """Float, the mean cosine of different slots of the same expert, NaN for one."""
+        return self._mean_cosine(of_one_expert=True)
 
     @property
     def cosine_between_experts(self) -> float:
-        """Float, the mean cosine over pairs of slots of different experts.
-
-        NaN with one expert.
-        """
-        return self._mean_cosine(~self._same_expert())
+        """Float, the mean cosine of slots of different experts, NaN for one expert."""
+        return self._mean_cosine(of_one_expert=False)
 
     @property
     def expert_contribution(self) -> np.ndarray:
-        """`(E,)` float64 array: mean combine weight of each expert, over its slots.
-
-        Source: Soft MoE, appendix H (figure 24, center).
-        """
+        """`(E,)` float64 array, the mean combine weight of each expert."""
         return self.slot_contribution.sum(axis=1)
 
     @property
@@ -114,17 +155,13 @@ class SoftStatistics(NamedTuple):
     def dispatch_peak(self) -> float:
         """Float from `1 / S` to 1: mean over slots of the largest dispatch weight.
 
-        At 1 the softmax has collapsed: each slot takes a single token. Source: Soft
-        MoE, appendix E.
+        At 1 each slot takes a single token. Source: Soft MoE, appendix E.
         """
         return float(self.dispatch.mean[0])
 
     @property
     def combine_peak(self) -> float:
-        """Float from `1 / (E * C)` to 1, for tokens and their combine weights.
-
-        The mean over tokens of the largest one. Source: Soft MoE, appendix E.
-        """
+        """Float from `1 / (E * C)` to 1: mean over tokens of the largest weight."""
         return float(self.combine.mean[0])
 
     @property
@@ -148,11 +185,7 @@ class SoftStatistics(NamedTuple):
         Args:
             weight: float over 0. Between two edges of bins the count is interpolated.
 
-        Returns:
-            float from 0 to 1.
-
-        Source: Soft MoE, appendix H (figure 24, left): in its S/16 "2-5% of the tokens
-        provide a summed weight above 2".
+        Source: Soft MoE, appendix H (figure 24, left).
         """
         check_numbers(over=0, weight=weight)
         counts = self.token_weight_counts
@@ -169,23 +202,22 @@ class SoftStatistics(NamedTuple):
         Returns:
             `(E, C)` int array.
 
-        Raises:
-            ValueError: if it is not such a share.
-
         Source: Soft MoE, appendix H (figure 24, right).
         """
         check_numbers(over=0, under=1, share=share)
         return np.argmax(self.slot_curves >= share - _ROUNDING, axis=-1) + 1
 
-    def _same_expert(self):
+    def _mean_cosine(self, of_one_expert):
         num_experts, slots = self.slot_contribution.shape
         expert = np.repeat(np.arange(num_experts), slots)
-        return expert[:, None] == expert
-
-    def _mean_cosine(self, pairs):
+        pairs = (expert[:, None] == expert) == of_one_expert
+        np.fill_diagonal(pairs, False)
         if not pairs.any():
             return float("nan")
         return float(self.slot_cosines[pairs].mean(dtype="float64"))
+
+
+# === Running sums ===
 
 
 class SoftReducer:
@@ -205,7 +237,7 @@ class SoftReducer:
 
     def result(self):
         return {
-            name: sums.statistics(name, _directions(self._soft[name]))
+            name: sums.statistics(name, self._soft[name])
             for name, sums in self._sums.items()
         }
 
@@ -238,7 +270,14 @@ class _Sums:
         self.dispatch.add(dispatch.swapaxes(1, 2))
         self.combine.add(combine[:, None])
 
-    def statistics(self, block, directions):
+    def statistics(self, block, router):
+        directions = None
+        if hasattr(router, "mu"):
+            mu = ops.convert_to_numpy(router.mu).astype("float32")
+            directions = mu.reshape(len(mu), -1).T
+            length = np.linalg.norm(directions, axis=1, keepdims=True)
+            # A slot of zeros has the cosine 0 with all others.
+            directions /= np.maximum(length, 1e-12)
         return SoftStatistics(
             block=block,
             num_groups=self.num_groups,
@@ -252,11 +291,60 @@ class _Sums:
         )
 
 
-def _directions(router):
-    """Return the parameters of slots at length 1, `(E * C, D)`, `None` without any."""
-    if not hasattr(router, "mu"):
-        return None
-    mu = ops.convert_to_numpy(router.mu).astype("float32")
-    directions = mu.reshape(len(mu), -1).T
-    length = np.linalg.norm(directions, axis=1, keepdims=True)
-    return directions / np.maximum(length, _TINY)
+class ConcentrationTotal:
+    """Running sums of averages, of any number of weights, for a `Concentration`."""
+
+    def __init__(self):
+        self.num_rows = 0
+        # Sums of the curves, (K, N), and counts (N, NUM_BINS).
+        self.sums = self.counts = None
+
+    def add(self, weights):
+        """Add `(M, K, N)` weights: `M` times `K` averages of `N` weights each."""
+        largest = -np.sort(-weights, axis=-1)
+        curves = np.minimum(np.cumsum(largest, axis=-1, dtype="float64"), 1.0)
+        rows, many, length = curves.shape
+        if self.sums is None:
+            self.sums = np.zeros((many, length))
+            self.counts = np.zeros((length, NUM_BINS), "int64")
+        curves = self._equally_long(curves)
+        length = curves.shape[-1]
+        self.num_rows += rows
+        self.sums += curves.sum(axis=0)
+        bins = np.minimum((curves + _ROUNDING) * NUM_BINS, NUM_BINS - 1).astype("int64")
+        bins += np.arange(length) * NUM_BINS
+        counts = np.bincount(bins.ravel(), minlength=length * NUM_BINS)
+        self.counts += counts.reshape(length, NUM_BINS)
+
+    def _equally_long(self, curves):
+        """Return the curves at the length of the longest so far, and grow the sums."""
+        many, known = self.sums.shape
+        missing = curves.shape[-1] - known
+        if missing < 0:
+            ends = ((0, 0), (0, 0), (0, -missing))
+            return np.pad(curves, ends, constant_values=1.0)
+        if missing > 0:
+            ends = ((0, 0), (0, missing))
+            self.sums = np.pad(self.sums, ends, constant_values=self.num_rows)
+            self.counts = np.pad(self.counts, ((0, missing), (0, 0)))
+            self.counts[known:, -1] = self.num_rows * many
+        return curves
+
+    @property
+    def curves(self):
+        """`(K, N)` float64 array, the mean cumulative weights of each average."""
+        return self.sums / self.num_rows
+
+    def concentration(self):
+        """Return the `Concentration` of all averages."""
+        return Concentration(self.curves.mean(axis=0), self.counts)
+
+
+def _quantiles(counts, parts):
+    """Return quantiles of values that are counted in bins from 0 to 1."""
+    above = np.cumsum(counts)
+    # Never the empty bins before the first value.
+    wanted = np.maximum(parts * above[-1], 1e-9)
+    found = np.searchsorted(above, wanted)
+    within = 1 - (above[found] - wanted) / counts[found]
+    return (found + within) / NUM_BINS

@@ -35,15 +35,14 @@ class Reducer(Protocol):
     def update(self, name: int | str, decision: Decision, inputs: Any) -> None:
         """Add the decision of one router about one batch.
 
-        Routers come in the order in which the model calls them. Keep sums instead of
-        decisions, so that memory does not grow with the data.
+        Routers come in the order of their calls. Keep sums instead of decisions, so
+        that memory does not grow with the data.
 
         Args:
             name: int or str, the block, see `observe`.
             decision: `routers.Decision` of NumPy arrays. Its summary is complete:
                 `decision.summary["valid"]` `(G, S)` is `False` for padding.
-            inputs: the batch as the model took it, preprocessed: an array or a dict of
-                arrays.
+            inputs: the preprocessed batch, an array or a dict of arrays.
         """
 
     def result(self) -> dict:
@@ -61,16 +60,15 @@ def observe(
     """Send data through a model once, and show each routing decision to reducers.
 
     One batch and the decisions about it are held at a time, so memory does not grow
-    with the data. `analyze` calls this with the reducers of all its statistics.
+    with the data.
 
     Args:
-        model: any built `keras.Model` with `layers.MoE` or `layers.SoftMoE`: a backbone
-            or task of this library (the backbone of a task is called), or any other
-            model, which is called as `model(batch, training=False)`.
+        model: any built `keras.Model` with `layers.MoE` or `layers.SoftMoE`. It is
+            called as `model(batch, training=False)`; of a task the backbone.
         data: an array of inputs, such as `(N, height, width, channels)` images; a dict
-            of arrays, for a model that takes it; or an iterable of batches (a
-            `tf.data.Dataset`, `keras.utils.PyDataset`, PyTorch `DataLoader`, generator)
-            of inputs or of tuples that begin with them.
+            of arrays; or an iterable of batches (a `tf.data.Dataset`,
+            `keras.utils.PyDataset`, PyTorch `DataLoader`, generator) of inputs or of
+            tuples that begin with them.
         reducers: sequence of `Reducer`, which share the pass.
         batch_size: int, inputs of an array at a time.
         preprocessor: callable applied to each batch. By default a task's own for
@@ -79,12 +77,11 @@ def observe(
 
     Returns:
         tuple of the results of the reducers, in their order. A block is named by its
-        key in `model.routers` where the model has it, such as the index of the block;
-        else by the name of its MoE layer.
+        key in `model.routers`, such as its index, or by the name of its MoE layer.
 
     Raises:
-        ValueError: if the model has no routers or is not built, there are no data, or
-            the model does not take them.
+        ValueError: if the model has no routers or is not built, or the data are empty
+            or do not fit it.
 
     Examples:
         >>> class Groups:
@@ -105,8 +102,8 @@ def observe(
     batches, count = batches_of(model, given, batch_size, preprocessor)
     if not stream(backbone, routers, batches, reducers, count, verbose):
         raise ValueError(
-            "There is nothing to route. Pass at least one batch of inputs (an iterator "
-            f"that was read before is empty). Received: data={data!r:.200}."
+            "The data must have at least one batch (an iterator that was read before "
+            f"has none). Received: data={data!r:.200}."
         )
     return tuple(reducer.result() for reducer in reducers)
 
@@ -114,20 +111,25 @@ def observe(
 def stream(model, routers, batches, reducers, count=None, verbose=1):
     """Call a model on batches, update reducers, and return the number of batches.
 
-    Args:
-        model: keras.Model.
-        routers: dict from blocks to the routers whose decisions are shown.
-        batches: iterable of inputs of the model.
-        reducers: sequence of `Reducer`.
-        count: int, number of batches, or `None` if it is not known.
-        verbose: as in `observe`.
+    `routers` is a dict from blocks to the routers whose decisions are shown, `count`
+    the number of batches, `None` if it is not known.
     """
     # Several routers may have the same path.
     names = {id(router): name for name, router in routers.items()}
     bar = keras.utils.Progbar(count, verbose=verbose, unit_name="batch")
     seen = 0
     for seen, inputs in enumerate(batches, start=1):
-        for name, decision in _decisions(model, names, inputs):
+        # Numbered, so that a router that is called twice is there twice.
+        calls = itertools.count()
+        with (
+            without_gradients(),
+            record(key=lambda r: (next(calls), names.get(id(r)))) as decisions,
+        ):
+            tensors = keras.tree.map_structure(ops.convert_to_tensor, inputs)
+            model(tensors, training=False)
+        for (_, name), decision in decisions.items():
+            if name is None:
+                continue
             decision = keras.tree.map_structure(ops.convert_to_numpy, decision)
             for reducer in reducers:
                 reducer.update(name, decision, inputs)
@@ -143,8 +145,8 @@ def routers_of(model):
     """
     if not model.built:
         raise ValueError(
-            "A model that is not built has no weights to route with. Call it once on "
-            f"data. Received: {type(model).__name__} with built=False."
+            "The model must be built: call it once on data. Received: "
+            f"{type(model).__name__} with built=False."
         )
     routers = getattr(model, "routers", None)
     if not isinstance(routers, dict):
@@ -152,10 +154,8 @@ def routers_of(model):
     if not routers:
         raise ValueError(
             "Only the routing of this library's MoE layers, `MoE` and `SoftMoE`, is "
-            f"recorded. Received: {type(model).__name__}, which has none of them: it "
-            "is dense, or its experts are of another library. Pass a model of "
-            "`ksm.models`, or replace its MLPs by experts with "
-            "`ksm.converters.add_experts`."
+            f"recorded. Received: {type(model).__name__}, which is dense or has "
+            "experts of another library. `ksm.converters.add_experts` replaces MLPs."
         )
     return routers
 
@@ -178,37 +178,16 @@ def _by_name(routers):
     return named
 
 
-def _decisions(model, names, inputs):
-    """Return pairs of a block and a decision about a batch, in the order of calls.
-
-    A router that is called twice is there twice.
-    """
-    calls = itertools.count()
-    with (
-        without_gradients(),
-        record(key=lambda router: (next(calls), names.get(id(router)))) as decisions,
-    ):
-        model(keras.tree.map_structure(ops.convert_to_tensor, inputs), training=False)
-    return [
-        (name, decision)
-        for (_, name), decision in decisions.items()
-        if name is not None
-    ]
-
-
 # === Inputs ===
 
 
 def is_limoe(backbone):
-    """Whether a backbone routes images and text through the same experts."""
+    """Return True if a backbone routes images and text through the same experts."""
     return hasattr(backbone, "sequence_length") and hasattr(backbone, "patch_grid")
 
 
 def tokens_per_input(backbone):
-    """Return the tokens of an image or text in a `ViTMoEBackbone` or `TextMoEBackbone`.
-
-    `None` for other models, where it is unknown.
-    """
+    """Return the tokens of an input of a ViT or text tower, `None` if unknown."""
     outputs = getattr(backbone, "output", None)
     if not isinstance(outputs, dict) or "sequence_output" not in outputs:
         return None
@@ -223,21 +202,17 @@ def backbone_of(model, preprocessor=None):
 
 
 def tokens_choose(router):
-    """Whether the tokens choose among the experts of a router."""
+    """Return True if the tokens choose among the experts of a router."""
     return "num_selected_experts" in router.get_config()
 
 
 def chooses(router):
-    """Whether a router decides which tokens an expert takes."""
+    """Return True if a router decides which tokens an expert takes."""
     return not isinstance(router, SoftRouter | IdentityRouter)
 
 
 def prepared(backbone, images, preprocessor):
-    """Return images as the backbone takes them, a float32 array.
-
-    Raises:
-        ValueError: if they are not a batch that the model takes, or not finite.
-    """
+    """Return images as a float32 array; raise unless they fit and are finite."""
     # On first use, since `models` imports KerasHub.
     from keras_softmoe.models.arguments import check_finite_images
 
@@ -245,29 +220,22 @@ def prepared(backbone, images, preprocessor):
         images = preprocessor(images)
     elif "int" in keras.backend.standardize_dtype(images.dtype):
         raise ValueError(
-            "Integer images need a preprocessor that scales them to [-1, 1]. "
-            f"Received: images of dtype={images.dtype}, preprocessor=None. Pass the "
-            "preset's `ViTMoEImageConverter`, or the task in place of its backbone."
+            "Integer images need a preprocessor, such as a preset's "
+            "`ViTMoEImageConverter`, or a task in place of its backbone. Received: "
+            f"images of dtype={images.dtype}, preprocessor=None."
         )
     images = ops.convert_to_numpy(images).astype("float32")
     if images.shape[1:] != backbone.image_shape or not len(images):
         raise ValueError(
             f"The model takes batches of {backbone.image_shape} images. Received: "
-            f"images of shape={images.shape}. Add the batch axis, or resize them "
-            "first."
+            f"images of shape={images.shape}."
         )
     check_finite_images(images)
     return images
 
 
 def batches_of(model, data, batch_size, preprocessor):
-    """Return batches of inputs as a model takes them, and their number.
-
-    The arguments are those of `observe`.
-
-    Returns:
-        Generator of arrays or dicts of arrays, and their number: `None` if unknown.
-    """
+    """Return a generator of preprocessed batches, and their number or `None`."""
     backbone, own = backbone_of(model)
     if isinstance(data, keras.utils.PyDataset):
         count = len(data)
@@ -276,16 +244,15 @@ def batches_of(model, data, batch_size, preprocessor):
         check_whole_numbers(1, batch_size=batch_size)
         starts = range(0, len(keras.tree.flatten(data)[0]), batch_size)
         count = len(starts)
-        batches = (_rows(data, start, start + batch_size) for start in starts)
+        batches = (
+            keras.tree.map_structure(lambda x, i=i: x[i : i + batch_size], data)
+            for i in starts
+        )
     else:
         count = len(data) if hasattr(data, "__len__") else None
         batches = iter(data)
     inputs = (_inputs(backbone, batch, preprocessor, own) for batch in batches)
     return inputs, count
-
-
-def _rows(data, start, stop):
-    return keras.tree.map_structure(lambda x: x[start:stop], data)
 
 
 def _inputs(backbone, batch, preprocessor, own):
@@ -296,7 +263,131 @@ def _inputs(backbone, batch, preprocessor, own):
         return prepared(backbone, batch, preprocessor or own)
     if preprocessor is not None:
         batch = preprocessor(batch)
-    # Tensors as they are; else an array, since it may be another framework's tensor.
+    # What is no tensor of this backend may be one of another framework.
     return keras.tree.map_structure(
         lambda x: x if ops.is_tensor(x) else np.asarray(x), batch
     )
+
+
+# === Pairs of image and caption ===
+
+PADDING = 0
+# The kind of word of padding.
+PADDING_TAG = "padding"
+# SentencePiece's sign at the beginning of a word.
+WORD_BEGINS = "▁"
+
+
+def pairs_of(model, images, captions, preprocessor):
+    """Return the `Pairs` of a LIMoE's data, `None` for other models and data."""
+    is_array = images is None or hasattr(images, "shape")
+    if captions is None and not (is_limoe(backbone_of(model)[0]) and is_array):
+        return None
+    return Pairs(model, images, captions, preprocessor)
+
+
+class Pairs:
+    """Images and captions (or one of them alone) and the LIMoE that routes them.
+
+    The arguments are those of `analyze`.
+    """
+
+    def __init__(self, model, images, captions, preprocessor):
+        self.backbone, self.preprocessor = backbone_of(model, preprocessor)
+        if not is_limoe(self.backbone):
+            raise ValueError(
+                "Captions need a `LIMoEBackbone`, or a task that has one. Received: "
+                f"{type(self.backbone).__name__}."
+            )
+        self.routers = routers_of(self.backbone)
+        counts = {len(x) for x in (images, captions) if x is not None}
+        if len(counts) != 1 or 0 in counts:
+            found = (
+                "none" if x is None else f"{len(x)} {name}"
+                for name, x in (("images", images), ("captions", captions))
+            )
+            raise ValueError(
+                "Images and captions must be equal in number, one or more; `None` "
+                f"leaves one of them out. Received: {', '.join(found)}."
+            )
+        (self.num_pairs,) = counts
+        self.images, self.captions = images, captions
+        rows, columns = self.backbone.patch_grid
+        self.tokens_choose = all(map(tokens_choose, self.routers.values()))
+        self.tokenizer = getattr(self.preprocessor, "tokenizer", None)
+        # In the order of a pair's tokens.
+        self.tokens_of = {}
+        if images is not None:
+            self.tokens_of["image"] = rows * columns
+        if captions is not None:
+            self.tokens_of["text"] = self.backbone.sequence_length
+
+    def observe(self, reducers, batch_size, verbose):
+        """Route all pairs in one pass and return the results of reducers, a tuple.
+
+        As `analysis.observe`, but `batch_size` is rounded up to whole groups.
+        """
+        group = self.backbone.group_images or 1
+        batch_size = -(-batch_size // group) * group
+        starts = range(0, self.num_pairs, batch_size)
+        batches = (self._inputs(slice(start, start + batch_size)) for start in starts)
+        model = self.backbone
+        if len(self.tokens_of) == 1:
+            (modality,) = self.tokens_of
+            model = getattr(model, f"{modality}_encoder")
+        stream(model, self.routers, batches, reducers, len(starts), verbose)
+        return tuple(reducer.result() for reducer in reducers)
+
+    def halves(self, inputs):
+        """Return images and token ids of a batch, `None` if missing."""
+        if isinstance(inputs, dict):
+            return inputs["images"], inputs["token_ids"]
+        return (inputs, None) if "image" in self.tokens_of else (None, inputs)
+
+    def modality_masks(self, valid, inputs):
+        """Return masks of the tokens of each modality, a dict, and of padding.
+
+        All are `(G, S)` bool arrays. Tokens that are not valid are in none of them.
+        """
+        # A group is one pair after the other, the image's tokens first.
+        modality = np.repeat(list(self.tokens_of), list(self.tokens_of.values()))
+        modality = np.tile(modality, valid.shape[1] // len(modality))
+        masks = {name: valid & (modality == name) for name in self.tokens_of}
+        is_padding = np.zeros_like(valid)
+        _, token_ids = self.halves(inputs)
+        if token_ids is not None:
+            self.by_pair(is_padding, "text", len(token_ids))[:] = token_ids == PADDING
+        return masks, is_padding & valid
+
+    def by_pair(self, values, modality, num_pairs):
+        """Return the tokens of a modality pair by pair, a view `(B, T, ...)`.
+
+        `values` are `(G, S, ...)`; `num_pairs` leaves out those that fill up groups.
+        """
+        names, counts = list(self.tokens_of), list(self.tokens_of.values())
+        first = sum(counts[: names.index(modality)])
+        pairs = values.reshape(-1, sum(counts), *values.shape[2:])
+        return pairs[:num_pairs, first : first + self.tokens_of[modality]]
+
+    def _inputs(self, rows):
+        # On first use, since `models` imports KerasHub.
+        from keras_softmoe.models.arguments import check_pairs
+
+        images = token_ids = None
+        if self.images is not None:
+            convert = getattr(self.preprocessor, "convert", None)
+            images = prepared(self.backbone, self.images[rows], convert)
+        if self.captions is not None:
+            token_ids = np.asarray(self.captions[rows])
+            if token_ids.dtype.kind not in "iu":
+                if self.preprocessor is None:
+                    raise ValueError(
+                        "Captions in words need a preprocessor: pass the task in place "
+                        "of its backbone. Received: captions of type "
+                        f"{type(self.captions).__name__}, preprocessor=None."
+                    )
+                token_ids = self.preprocessor.tokenize(self.captions[rows])
+        check_pairs(self.backbone, images, token_ids)
+        if len(self.tokens_of) == 2:
+            return {"images": images, "token_ids": token_ids}
+        return token_ids if images is None else images

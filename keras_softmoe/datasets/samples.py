@@ -1,4 +1,4 @@
-"""Small samples of the synthetic images that the trained presets are about."""
+"""Small data sets that need no network."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -8,15 +8,18 @@ import numpy as np
 from keras_softmoe.checks import check_choice, check_whole_numbers
 
 _DIRECTORY = Path(__file__).with_name("samples")
-_NAMES = ("glyphs", "letters", "shapes", "new_shapes")
+
+# Scikit-learn's digits are 8 x 8 counts of inked pixels, 0 to 16.
+_SIDE = 8
+_LEVELS = 16
 
 
 class Sample(NamedTuple):
-    """Images with labels and captions, N of each.
+    """N images with labels and captions.
 
     Attributes:
-        images: uint8 array of shape (N, size, size, 3), 0 to 255. `size` is 20 of
-            letters, 32 of all others.
+        images: uint8 array of shape (N, size, size, 3), 0 to 255. `size` is 20 for
+            letters, 32 for all others.
         labels: int32 array of shape (N,), indices into `class_names`.
         class_names: list of str.
         captions: array of N str.
@@ -35,21 +38,17 @@ def sample(name: str, num_images: int | None = None) -> Sample:
       in random weight, sharpness and perspective, some of them coarse or noisy. No
       digits. The caption is the sign itself.
     - `"letters"`: 512 letters and signs of 2,600 classes, anywhere in the image.
-    - `"shapes"`: 256 scenes of colored shapes, one to three in a picture, with captions
-      that mention all or a part: "two green rings", "the square is over the blue
-      heart". Classes are the 64 combinations of color and shape; the label of a pair is
-      that of its first thing.
-    - `"new_shapes"`: 256 scenes of lone and like things in the 16 combinations that no
-      training scene and no training caption had.
+    - `"shapes"`: 256 scenes of one to three colored shapes, with captions that mention
+      all or a part: "two green rings", "the square is over the blue heart". Classes
+      are the 64 combinations of color and shape; the label of a pair is its first one.
+    - `"new_shapes"`: 256 scenes in the 16 combinations that no training scene and no
+      training caption had.
 
     The programs that drew them are in `experiments/synthetic` of the repository.
 
     Args:
-        name: str, see above.
-        num_images: int, the first so many. All if `None`.
-
-    Returns:
-        `Sample`, a named tuple of `images`, `labels`, `class_names` and `captions`.
+        name: str, one of the above.
+        num_images: int, return the first `num_images` only.
 
     Raises:
         ValueError: if there is no such sample, or it has fewer images.
@@ -59,7 +58,7 @@ def sample(name: str, num_images: int | None = None) -> Sample:
         >>> scenes = ksm.datasets.sample("shapes", 20)
         >>> scenes.images.shape, scenes.captions[0]
     """
-    check_choice("name", name, _NAMES)
+    check_choice("name", name, ("glyphs", "letters", "shapes", "new_shapes"))
     with np.load(_DIRECTORY / f"{name}.npz") as file:
         arrays = {key: file[key] for key in file}
     if num_images is not None:
@@ -72,8 +71,77 @@ def sample(name: str, num_images: int | None = None) -> Sample:
             )
     images = arrays["images"][:num_images]
     return Sample(
+        # Grey images are stored with one channel.
         images=np.repeat(images, 3 // images.shape[-1], axis=-1),
         labels=arrays["labels"][:num_images],
         class_names=arrays["class_names"].tolist(),
         captions=arrays["captions"][:num_images],
     )
+
+
+def digits(
+    image_size: int = 32, split: str = "all", seed: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the handwritten digits that ship with scikit-learn, ten classes.
+
+    1,797 images by 13 writers, 8 x 8 pixels, white on black, enlarged bilinearly.
+    The two halves are random within each class; both hold images of every writer.
+
+    Args:
+        image_size: int, side of the images in pixels, at least 8.
+        split: `"all"`, or one of two disjoint halves, `"train"` (901 images) and
+            `"test"` (896 images).
+        seed: int, chooses the halves.
+
+    Returns:
+        Tuple of images, uint8 of shape (number, image_size, image_size, 3) with equal
+        channels, and labels, int32 of shape (number,), in the order of the data set.
+
+    Raises:
+        ValueError: if a number is out of range or the split unknown.
+        ImportError: if scikit-learn is missing (the extra `datasets`).
+
+    Source: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI
+    Machine Learning Repository, 1998 (test part), as bundled by scikit-learn.
+
+    Examples:
+        >>> images, labels = ksm.datasets.digits(image_size=32, split="train")
+        >>> images.shape, labels.shape
+    """
+    check_whole_numbers(_SIDE, image_size=image_size)
+    check_whole_numbers(0, seed=seed)
+    check_choice("split", split, ("all", "train", "test"))
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ImportError(
+            "`digits` reads images of scikit-learn, which is not installed: "
+            "`pip install 'keras-softmoe[datasets]'`."
+        ) from error
+    small, labels = load_digits(return_X_y=True)
+    labels = labels.astype("int32")
+    if split != "all":
+        chosen = np.flatnonzero(_training_half(labels, seed) == (split == "train"))
+        small, labels = small[chosen], labels[chosen]
+    # (number, 8, 8) -> (number, image_size, image_size)
+    enlarge = _bilinear_matrix(image_size, _SIDE)
+    images = enlarge @ small.reshape(-1, _SIDE, _SIDE).astype("float32") @ enlarge.T
+    images = np.rint(images * (255 / _LEVELS)).astype("uint8")
+    return np.repeat(images[..., None], 3, axis=-1), labels
+
+
+def _bilinear_matrix(size, source):
+    """Return (size, source) float32: enlarging with aligned centres, edges held."""
+    position = (np.arange(size) + 0.5) * source / size - 0.5
+    columns = [np.interp(position, np.arange(source), row) for row in np.eye(source)]
+    return np.stack(columns, axis=1).astype("float32")
+
+
+def _training_half(labels, seed):
+    """Return a boolean (number,), True for half of each class (the larger, if odd)."""
+    rng = np.random.default_rng(seed)
+    half = np.zeros(len(labels), bool)
+    for label in np.unique(labels):
+        members = rng.permutation(np.flatnonzero(labels == label))
+        half[members[: -(-len(members) // 2)]] = True
+    return half

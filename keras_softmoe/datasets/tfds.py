@@ -24,26 +24,22 @@ def from_tfds(
 ) -> Any:
     """Load an image classification data set as batches of images and labels.
 
-    The result is a `tf.data.Dataset`, which `fit`, `evaluate` and `predict` take on
-    every Keras backend. Give `fit` `shuffle=False`: it warns that it leaves the order
-    of such a data set alone.
+    `fit`, `evaluate` and `predict` accept the `tf.data.Dataset` on every Keras backend.
+    Pass `shuffle=False` to `fit`, which otherwise warns that it keeps the order.
 
     Args:
         name: str, name of the data set, e.g. `"cifar10"` or `"oxford_iiit_pet:4.*.*"`.
         split: str, e.g. `"train[:90%]"`, or a list or tuple of them.
-        image_size: int, side of the square images in pixels. Larger images are
-            shrunk with anti-aliasing.
+        image_size: int, side of the square images in pixels, resized with
+            anti-aliasing.
         batch_size: int, images per batch.
-        shuffle: bool, whether to shuffle files and images, anew in every epoch.
+        shuffle: bool, shuffle files and images, anew in every epoch.
         seed: optional int, makes the shuffling repeatable.
-        shuffle_buffer: int, how many images at their original size the shuffling
-            keeps in memory.
-        crop_to_aspect_ratio: bool, whether to cut the middle square out of the image
-            rather than squeeze it.
-        drop_remainder: bool, whether to leave out a last, smaller batch.
-        data_dir: optional path of a directory, where TensorFlow Datasets keeps its
-            data.
-        download: bool, whether to fetch and prepare data that are not there yet.
+        shuffle_buffer: int, images (at their original size) in the shuffle buffer.
+        crop_to_aspect_ratio: bool, crop the middle square instead of squeezing.
+        drop_remainder: bool, leave out a last, smaller batch.
+        data_dir: optional path, the directory of TensorFlow Datasets.
+        download: bool, download and prepare missing data.
 
     Returns:
         A `tf.data.Dataset` of (images, labels), or a list of them in the order of
@@ -52,9 +48,9 @@ def from_tfds(
         int32 of shape (batch,).
 
     Raises:
-        ImportError: If TensorFlow Datasets is missing (the extra `datasets`).
-        ValueError: If a number is out of range, a split is unknown, or the data set
-            does not offer (image, label) pairs.
+        ImportError: if TensorFlow Datasets is missing (the extra `datasets`).
+        ValueError: if a number is out of range, a split is unknown, or the data set
+            has no (image, label) pairs.
 
     Examples:
         >>> train, test = ksm.datasets.from_tfds("cifar10", ["train", "test"], 32, 128)
@@ -73,8 +69,7 @@ def from_tfds(
         import tensorflow_datasets as tfds
     except ImportError as error:
         raise ImportError(
-            "from_tfds() needs TensorFlow and TensorFlow Datasets; one of them is not "
-            "installed. Install the extras `datasets` and `tensorflow`: "
+            "`from_tfds` needs TensorFlow and TensorFlow Datasets: "
             "`pip install 'keras-softmoe[datasets,tensorflow]'`."
         ) from error
 
@@ -125,16 +120,14 @@ def _check_image_and_label(name, info, features):
     wanted = (features.Image, features.ClassLabel)
     if len(kinds) != 2 or not all(map(isinstance, kinds, wanted)):
         raise ValueError(
-            f"The data set must offer supervised (image, label) pairs. Received: "
+            "The data set must offer supervised (image, label) pairs. Received: "
             f"name={name!r}, whose supervised keys are {keys} among the features "
-            f"{list(info.features)}. Load it with `tfds.load` and pick the two "
-            "yourself."
+            f"{list(info.features)}."
         )
 
 
 def _check_split(name, part, splits):
-    """Raise if a split or a slice of one does not exist."""
-    # A data set that is not prepared knows no splits; TFDS then raises by itself.
+    # A data set that is not prepared has no splits; TFDS then raises an error.
     if not splits:
         return
     try:
@@ -142,5 +135,5 @@ def _check_split(name, part, splits):
     except (KeyError, ValueError) as error:
         raise ValueError(
             f"`split` must name parts of the data set {name!r}: {sorted(splits)}, or "
-            f"slices of them such as 'train[:90%]'. Received: split={part!r}."
+            f"slices of them. Received: split={part!r}."
         ) from error

@@ -15,30 +15,23 @@ _CHARACTERS = string.ascii_lowercase + string.digits + string.punctuation
 def train_vocabulary(captions: Texts, vocabulary_size: int = 400) -> bytes:
     """Train a SentencePiece vocabulary on captions.
 
-    The special pieces are those of T5's vocabulary: padding 0, end of text 1, unknown
-    2, no beginning of text. Text is put into lower case and into one Unicode form
-    (`nmt_nfkc_cf`). All lower-case ASCII letters, digits and punctuation are pieces,
-    so that any English text can be encoded, and the others are merged from the
-    captions by byte-pair encoding. (The unigram models that are SentencePiece's default
-    build no piece for a word that resembles no other, so few pieces of a small set of
-    captions are whole words.) The same captions in the same order give the same bytes.
+    Special pieces are as in T5: padding 0, end of text 1, unknown 2, no beginning of
+    text. Text is lower-cased and normalized (`nmt_nfkc_cf`). All lower-case ASCII
+    letters, digits and punctuation are pieces; byte-pair encoding merges the others.
+    The same captions in the same order give the same bytes.
 
     Args:
         captions: list, tuple or one-dimensional array of str.
-        vocabulary_size: int, number of pieces, special ones included. The presets
-            that know shapes and colors have 400.
+        vocabulary_size: int, number of pieces, special ones included.
 
     Returns:
         The model as bytes, the `proto` of
         `keras_hub.tokenizers.SentencePieceTokenizer`.
 
     Raises:
-        ValueError: If `captions` are no texts, or the captions cannot be divided into
-            so few or so many pieces.
+        ValueError: if `captions` are no texts, or do not give `vocabulary_size` pieces.
 
-    Source:
-        C. Raffel et al., "Exploring the Limits of Transfer Learning with a Unified
-        Text-to-Text Transformer", 2020, for the special pieces.
+    Source: T5 (arXiv 1910.10683), for the special pieces.
 
     Examples:
         >>> captions = ksm.datasets.sample("shapes").captions
@@ -56,6 +49,7 @@ def train_vocabulary(captions: Texts, vocabulary_size: int = 400) -> bytes:
             sentence_iterator=iter(captions),
             model_writer=model,
             vocab_size=vocabulary_size,
+            # The default, unigram models, have few whole words on so little text.
             model_type="bpe",
             normalization_rule_name="nmt_nfkc_cf",
             character_coverage=1.0,
@@ -72,7 +66,7 @@ def train_vocabulary(captions: Texts, vocabulary_size: int = 400) -> bytes:
         raise ValueError(
             "SentencePiece cannot make a vocabulary of this size from these captions. "
             f"Received: vocabulary_size={vocabulary_size}, {len(captions)} captions. "
-            f"Choose another size, or add captions. SentencePiece says: {error}"
+            f"SentencePiece says: {error}"
         ) from error
     return model.getvalue()
 
@@ -86,6 +80,6 @@ def _checked(captions):
         found = f"{others[0]!r} among them" if others else repr(captions)[:60]
         raise ValueError(
             "`captions` must be a list, tuple or one-dimensional array of str, with at "
-            f"least one. Received: captions={found}. Pass texts, one for each image."
+            f"least one. Received: captions={found}."
         )
     return [str(text) for text in texts]

@@ -18,8 +18,7 @@ from keras_softmoe.evaluation.embeddings import (
 )
 from keras_softmoe.evaluation.few_shot import few_shot_probe as few_shot_probe
 from keras_softmoe.evaluation.model_cost import cost as cost
-from keras_softmoe.evaluation.sweep_table import Sweep as Sweep
 from keras_softmoe.evaluation.sweeps import (
-    pruning_curve as pruning_curve,
+    Sweep as Sweep,
     routing_sweep as routing_sweep,
 )

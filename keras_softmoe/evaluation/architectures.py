@@ -34,8 +34,8 @@ def described(model, num_classes=None, **changes):
 
     Args:
         model: as in `evaluation.cost`.
-        num_classes: int or `None`, classes of the head. Defaults to those of a
-            classifier, otherwise to no head.
+        num_classes: int, classes of the head. By default a classifier's own, else no
+            head.
         **changes: arguments of the backbone to change and settings of its routers.
 
     Returns:
@@ -56,7 +56,7 @@ def described(model, num_classes=None, **changes):
 
 
 def _read(model, changes):
-    """Record and name of a backbone, classes and dtype of a head."""
+    """Return record and name of a backbone, classes and dtype of a head."""
     if isinstance(model, Mapping):
         arguments = {**model, **changes}
         name = model.get("name") or "model"
@@ -93,17 +93,16 @@ def _registered_names(model):
 
 
 def _with_routing(found, routing):
-    """The same architecture with other settings of its routers."""
+    """Return the same architecture with other settings of its routers."""
     if isinstance(found, TwoTowers):
         raise ValueError(
             "The routers of two towers are set one tower at a time. Received: "
-            f"{', '.join(routing)}. Count `image_backbone` and `text_backbone`."
+            f"{', '.join(routing)}."
         )
     router = found.router
     if not router:
         raise ValueError(
-            "A dense model has no routers to set. Received: "
-            f"{', '.join(routing)}. Leave these settings out."
+            f"A dense model has no routers to set. Received: {', '.join(routing)}."
         )
     if isinstance(router, list | tuple):
         return found.replace(router=[r.with_settings(**routing) for r in router])

@@ -38,30 +38,19 @@ def retrieval(
 ) -> Retrieval:
     """Compute recall@k of images among captions and of captions among images.
 
-    Similarities are dot products of the embeddings as they are given: cosines, if the
-    embeddings have length 1, as those of the models here have.
-
-    Ties are broken at random, in expectation: if `b` wrong candidates are more similar
-    than the right one and `t` wrong ones are equally similar, the right one is among
-    the first `k` with probability `(k - b) / (t + 1)`, cut to between 0 and 1, which
-    the query adds to the recall. (Where several captions of an image are tied, the
-    probability is that of at least one of them.) So a model whose embeddings are all
-    equal scores exactly as guessing does, and equal captions, which no model can
-    distinguish, count as guesses. Similarities within the bound on their rounding
-    errors (about `2e-16 * 2 D`) are tied.
-
-    The similarities of all pairs are never held at once. They are computed in float64,
-    in blocks of `c = chunk_size` by `c`, which takes at most about `20 c^2 + 32 c D`
-    bytes (118 MB by default and with `D = 512`), beside a few numbers for each image
-    and caption.
+    Similarities are dot products in float64, computed in blocks. Ties are broken at
+    random, in expectation: if `b` wrong candidates are more similar than the right one
+    and `t` equally similar, a query counts `(k - b) / (t + 1)`, clipped to [0, 1]. So
+    equal embeddings score as guessing does. Similarities within their rounding errors
+    are tied.
 
     Args:
         image_embeddings: `(N, D)` float array or tensor, two images or more.
         text_embeddings: `(M, D)` float array or tensor.
         image_of_caption: `(M,)` ints in `[0, N)`, the image of each caption; every
-            image has one or more. `None`: all images have equally many, and those of
-            an image follow each other (with `M = N`, pairs).
-        ks: distinct positive ints. With no more than `k` candidates recall@k is 1.
+            image has one or more. `None`: all images have the same number, and the
+            captions of an image follow each other.
+        ks: distinct positive ints.
         chunk_size: int, rows and columns of a block.
 
     Returns:
@@ -69,11 +58,9 @@ def retrieval(
 
     Raises:
         ValueError: if the embeddings are not two matrices of equal width with finite
-            numbers, there is one image only, captions and images do not match, or an
-            argument is not among the accepted values.
+            numbers, there is one image only, or captions and images do not match.
 
-    Source: LIMoE, tables 4 and 7 (recall@1 on COCO, whose images have five captions
-    or more). The paper does not speak of ties.
+    Source: LIMoE, tables 4 and 7. (The paper does not say how ties count.)
 
     Examples:
         >>> found = ksm.evaluation.retrieval(
@@ -87,20 +74,17 @@ def retrieval(
         raise ValueError(
             "Embeddings of images and captions must have the same width. Received: "
             f"image_embeddings with shape={images.shape}, text_embeddings with "
-            f"shape={texts.shape}. Take both from one model."
+            f"shape={texts.shape}."
         )
     if len(images) < 2:
         raise ValueError(
-            "Among one image there is nothing to find. Received: image_embeddings "
-            f"with shape={images.shape}. Pass two pairs or more, better hundreds."
+            "Retrieval needs two pairs or more. Received: image_embeddings with "
+            f"shape={images.shape}."
         )
     owner = _owner(image_of_caption, len(images), len(texts))
     ks = tuple(ks) if np.iterable(ks) else (ks,)
     if not ks or not all(map(is_whole_number, ks)) or len(set(ks)) < len(ks):
-        raise ValueError(
-            "`ks` must be distinct positive integers. "
-            f"Received: ks={ks}. Pass, for example, ks=(1, 5, 10)."
-        )
+        raise ValueError(f"`ks` must be distinct positive integers. Received: ks={ks}.")
     check_whole_numbers(1, chunk_size=chunk_size)
     of_image, of_text = _ranks(images, texts, owner, chunk_size)
     return Retrieval(
@@ -119,9 +103,11 @@ def _ranks(images, texts, owner, chunk_size):
     own = np.empty(len(texts))
     longest = [0.0, 0.0]
     for part in _chunks(len(texts), chunk_size):
-        image, text = _float64(images[owner[part]]), _float64(texts[part])
+        image = images[owner[part]].astype("float64")
+        text = texts[part].astype("float64")
         own[part] = np.einsum("nd,nd->n", image, text)
-        longest = np.maximum(longest, [_longest(image), _longest(text)])
+        lengths = [np.linalg.norm(x, axis=-1).max() for x in (image, text)]
+        longest = np.maximum(longest, lengths)
     # Twice the bound on the rounding error of a dot product
     tolerance = 2 * images.shape[1] * np.finfo("float64").eps * np.prod(longest)
     best = np.full(len(images), -np.inf)
@@ -129,13 +115,13 @@ def _ranks(images, texts, owner, chunk_size):
     right_texts = np.bincount(owner[own >= best[owner] - tolerance])
 
     for rows in _chunks(len(images), chunk_size):
-        image = _float64(images[rows])
+        image = images[rows].astype("float64")
         for columns in _chunks(len(texts), chunk_size):
             # (images, texts)
-            block = image @ _float64(texts[columns]).T
+            block = image @ texts[columns].astype("float64").T
             row = owner[columns] - rows.start
             here = np.flatnonzero((row >= 0) & (row < len(block)))
-            # The wrong candidates are left.
+            # Exclude the correct pairs.
             block[row[here], here] = -np.inf
             better, tied = _compare(block, own[columns], tolerance, axis=0)
             better_images[columns] += better
@@ -155,7 +141,7 @@ def _compare(block, target, tolerance, axis):
 def _hit_rate(better, tied, right, k):
     """Mean probability that a right candidate is among the first `k`."""
     places = np.clip(k - better, 0, None)
-    # All of them taken by wrong ones, one after the other
+    # Probability that wrong candidates win every tie
     missed = np.ones(len(better))
     for place in range(int(np.minimum(places, tied + 1).max(initial=0))):
         taken = np.clip(tied - place, 0, None) / np.maximum(tied + right - place, 1)
@@ -167,48 +153,34 @@ def _chunks(total, size):
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
 
-def _float64(embeddings):
-    return embeddings.astype("float64")
-
-
-def _longest(embeddings):
-    return np.linalg.norm(embeddings, axis=-1).max()
-
-
 # === Checks ===
 
 
 def check_embeddings(name, embeddings):
-    """Embeddings as a NumPy matrix.
-
-    Raises:
-        ValueError: if they are not a matrix of finite numbers with a row or more.
-    """
+    """Return embeddings as a NumPy matrix, or raise if they are not finite numbers."""
     array = np.asarray(ops.convert_to_numpy(embeddings))
     # bfloat16 is of no kind that NumPy has a letter for.
     if array.ndim != 2 or not array.size or array.dtype.kind in "OSUcmMb":
         raise ValueError(
             f"`{name}` must be numbers of shape (N, D), one row or more. Received: "
-            f"{name} with shape={array.shape}, dtype={array.dtype}. Encode images and "
-            "captions first: `model.encode_image(images)`, `model.encode_text(texts)`."
+            f"{name} with shape={array.shape}, dtype={array.dtype}. They come from "
+            "`model.encode_image(images)` and `model.encode_text(texts)`."
         )
     row = first_not_finite(array)
     if row is not None:
         raise ValueError(
-            f"`{name}` must be finite. Received: NaN or infinity, first in row {row}. "
-            "Look at the model."
+            f"`{name}` must be finite. Received: NaN or infinity, first in row {row}."
         )
     return array
 
 
 def _owner(image_of_caption, num_images, num_captions):
-    """The image of each caption."""
+    """Return the image of each caption."""
     if image_of_caption is None:
         if num_captions % num_images:
             raise ValueError(
                 "Without `image_of_caption` every image has the same number of "
-                f"captions. Received: {num_images} images, {num_captions} captions. "
-                "Say with `image_of_caption` which image each caption belongs to."
+                f"captions. Received: {num_images} images, {num_captions} captions."
             )
         each = num_captions // num_images
         return np.repeat(np.arange(num_images), each)
@@ -227,8 +199,7 @@ def _owner(image_of_caption, num_images, num_captions):
             "`image_of_caption` must name images by their index from 0 to "
             f"{num_images - 1}, and each image at least once. Received: "
             f"image_of_caption with {strange[:5].tolist()} outside, and "
-            f"{len(without)} images without a caption, first "
-            f"{without[:5].tolist()}. Leave out images without captions."
+            f"{len(without)} images without a caption, first {without[:5].tolist()}."
         )
     return owner
 
@@ -266,24 +237,20 @@ def zero_shot(
 ) -> ZeroShot:
     """Classify images by the names of the classes.
 
-    The name of a class is put into every template ("a photo of a {}."), and the
-    embeddings of these texts, of length 1 each, are averaged and scaled back to length
-    1. The predicted class of an image is that of the closest embedding. To classify
-    several sets of images by the same classes, encode them once:
+    The embedding of a class is the mean over templates ("a photo of a {}."), at length
+    1. To classify several sets of images, encode the classes once:
     `model.encode_image(images) @ model.class_embeddings(names, templates).T`.
 
     Args:
         model: any object with `encode_image(images, batch_size=..., verbose=...)` and
             `encode_text(texts)`, both returning `(N, D)` embeddings, such as a
             `LIMoEContrastive`.
-        images: `(N, height, width, channels)` array, as `model.encode_image` takes it.
+        images: `(N, height, width, channels)` array.
         class_names: strings, all different.
-        templates: strings, each with `{}` where the name goes. `("{}",)` for the names
-            alone.
-        labels: `(N,)` ints in `[0, C)`, indices of the right names; `None` to predict
-            only.
+        templates: strings, each with `{}` where the name goes.
+        labels: `(N,)` ints in `[0, C)`, indices of the right names, or `None`.
         batch_size: int, images per forward pass.
-        verbose: 0 or 1, whether to show the progress of encoding the images.
+        verbose: 1 for the progress of encoding the images, or 0.
 
     Returns:
         `ZeroShot`.
@@ -292,8 +259,7 @@ def zero_shot(
         ValueError: if names, templates or labels cannot be used, before anything is
             encoded, or the model does not return embeddings.
 
-    Source: LIMoE, appendix D.2, which follows Radford et al. 2021 (CLIP), section
-    3.1.4.
+    Source: LIMoE, appendix D.2, which follows CLIP (arXiv 2103.00020), section 3.1.4.
 
     Examples:
         >>> found = ksm.evaluation.zero_shot(
@@ -322,7 +288,7 @@ def _classify(image_embeddings, class_embeddings, labels, unit):
         raise ValueError(
             "Embeddings of images and classes must have the same width. Received: "
             f"image_embeddings with shape={images.shape}, class_embeddings with "
-            f"shape={classes.shape}. Take both from one model."
+            f"shape={classes.shape}."
         )
     num_classes = len(classes)
     scores = (unit(images) @ unit(classes).T).astype("float32")
@@ -342,15 +308,12 @@ def _check_labels(labels, num_images, num_classes):
     if labels.shape != (num_images,) or labels.dtype.kind not in "iu":
         raise ValueError(
             "`labels` must hold one integer per image. Received: labels with "
-            f"shape={labels.shape}, dtype={labels.dtype} for {num_images} images. Turn "
-            "names into integers with `class_names.index(name)`, one-hot labels with "
-            "`labels.argmax(-1)`."
+            f"shape={labels.shape}, dtype={labels.dtype} for {num_images} images."
         )
     outside = labels[(labels < 0) | (labels >= num_classes)]
     if len(outside):
         raise ValueError(
             f"`labels` must be indices of the {num_classes} classes, from 0 to "
-            f"{num_classes - 1}. Received: labels with {outside[:5].tolist()}. Add the "
-            "names of these classes, or leave out their images."
+            f"{num_classes - 1}. Received: labels with {outside[:5].tolist()}."
         )
     return labels.astype("int64")

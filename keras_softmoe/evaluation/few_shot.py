@@ -1,15 +1,9 @@
 """Few-shot linear probe: ridge regression on frozen features, in closed form.
 
-The probe measures how well a linear map of a model's features separates the classes
-of a new task, given only a few labelled images ("shots") per class.
-Nothing is trained by gradient: for every support draw, one eigendecomposition
-gives the ridge solution at all strengths of the l2 penalty.
+Unlike the papers' code it computes in float64, and by default it chooses the penalty
+without looking at the test images.
 
-Differences from the probe in the papers' code: it computes in float64 rather than
-float32, and by default it chooses the penalty without looking at the test images.
-
-Source: V-MoE (arXiv 2106.05974), section 3.4; Soft MoE (arXiv 2308.00951),
-section 3.
+Source: V-MoE (arXiv 2106.05974), section 3.4; Soft MoE (arXiv 2308.00951), section 3.
 """
 
 import math
@@ -42,12 +36,11 @@ class ShotResult:
     Attributes:
         shots: int, labelled images per class.
         mean: float in [0, 1], test accuracy averaged over the support draws.
-        std: float, sample standard deviation over the draws (`ddof=1`); NaN when
-            there is one draw. It covers the choice of support images only.
+        std: float, sample standard deviation over the draws (`ddof=1`), NaN for one
+            draw.
         l2: float, the penalty, shared by all draws.
         accuracies: tuple of floats, test accuracy of each draw, in the order of
-            `seeds`. Two models probed with the same seeds and data saw the same
-            images: compare them by their paired differences.
+            `seeds`. With the same seeds and data, models can be compared in pairs.
     """
 
     shots: int
@@ -63,8 +56,7 @@ class FewShotResult(Mapping):
 
     Attributes:
         results: tuple of `ShotResult`, in the order of `shots`.
-        l2_from: string, how the penalty was chosen: `"train"`, `"test"` or
-            `"fixed"`.
+        l2_from: str, `"train"`, `"test"` or `"fixed"`.
     """
 
     results: tuple
@@ -114,41 +106,30 @@ def few_shot_probe(
     batch_size: int = 64,
     verbose: int = 1,
 ) -> FewShotResult:
-    """Measures how well a few labelled images per class suffice to classify.
+    """Measure how well frozen features classify with a few labelled images per class.
 
-    Features are computed once, in batches, for `train` and `test`. Then, for each
-    number of shots and each seed, that many images per class are drawn from
-    `train` and a ridge classifier is fitted to them and scored on `test`.
-
-    The penalty. The papers report the best penalty on the test images, which is
-    optimistic. The support draw itself cannot choose it either: at one shot, to
-    hold an image out is to lose its class. So by default (`l2="train"`) it is
-    chosen on the training images *outside* the draw, by accuracy averaged over the
-    draws: one number per number of shots, and the test images are scored once, with
-    that number. This reads labels beyond the support, for that one number; for a
-    strict few-shot setting, fix `l2` beforehand.
+    For each number of shots and each seed, images of each class are drawn from `train`,
+    and a ridge classifier is fitted to their features and scored on `test`.
 
     Args:
-        backbone: maps images to features. A `keras.Model` that returns
-            `(B, D)` or a dict with `"pooled_output"` of shape `(B, D)`; a task
-            that has a `backbone` (its `preprocessor`, if any, is applied to the
-            images); any other callable from images `(B, H, W, C)` to `(B, D)`; or
-            `None`, when the arrays are features already (or raw pixels: anything
-            after the first axis is flattened).
+        backbone: maps images to features: a `keras.Model` that returns `(B, D)` or a
+            dict with `"pooled_output"` of that shape; a task, whose `preprocessor` is
+            used, too; any other callable; or `None`, if the arrays are features (or
+            pixels, which are flattened).
         train: pair `(x, y)`. `x`: images `(N, H, W, C)`, or features `(N, ...)` if
-            `backbone` is `None`. `y`: integer labels `(N,)` in `[0, num_classes)`,
-            every class present. Support images are drawn from here.
+            `backbone` is `None`. `y`: int labels `(N,)` in `[0, num_classes)`, every
+            class present.
         test: pair `(x, y)`, as `train`, with images of the same shape.
         shots: sequence of distinct ints, labelled images per class.
-        seeds: int, number of support draws (seeds `0..seeds-1`), or a sequence of
+        seeds: int, number of support draws (seeds 0, 1, ...), or a sequence of
             distinct non-negative ints.
-        l2: `"train"` (default, see above), `"test"` (the papers' practice: best
-            mean test accuracy; optimistic), or a positive float.
-        preprocessor: callable applied to each batch of images before `backbone`,
-            such as a preset's image converter. By default a task's own, else
-            none. For integer images a Keras model needs one, since models expect
-            scaled images (here [-1, 1]).
-        batch_size: int, images per forward pass. Any size works.
+        l2: the penalty, a positive float, or how to choose one for each number of
+            shots: `"train"`, by the mean accuracy on the images of `train` that were
+            not drawn; `"test"`, by the mean test accuracy, as the papers do, which is
+            optimistic.
+        preprocessor: callable applied to each batch of images before `backbone`. By
+            default a task's own, else none.
+        batch_size: int, images per forward pass.
         verbose: 0 for silence, 1 for a progress bar, 2 for one line.
 
     Returns:
@@ -156,8 +137,8 @@ def few_shot_probe(
         `print(result)` shows a table.
 
     Raises:
-        ValueError: if the data, the labels or an argument cannot be used: before
-            any feature is computed, unless the features themselves are at fault.
+        ValueError: if the data, the labels or an argument cannot be used; before any
+            feature is computed, unless the features themselves are at fault.
 
     Source: V-MoE, section 3.4; Soft MoE, section 3.
 
@@ -165,10 +146,6 @@ def few_shot_probe(
         >>> digits = [ksm.datasets.digits(split=split) for split in ("train", "test")]
         >>> train, test = [(x[:64], y[:64]) for x, y in digits]
         >>> print(ksm.evaluation.few_shot_probe(sparse, train, test, shots=(1, 2)))
-
-        Raw pixels, to compare with:
-
-        >>> pixels = ksm.evaluation.few_shot_probe(None, train, test, shots=(1, 2))
     """
     shots = _integers("shots", shots, minimum=1)
     check_whole_numbers(1, batch_size=batch_size)
@@ -186,7 +163,7 @@ def few_shot_probe(
         raise ValueError(
             "The arrays of `train` and `test` must agree in every axis but the "
             f"first. Received: train shape={x_train.shape}, test "
-            f"shape={x_test.shape}. Resize one of them."
+            f"shape={x_test.shape}."
         )
     if isinstance(model, keras.Model) and preprocessor is None:
         _check_scaled(x_train)
@@ -230,7 +207,7 @@ def few_shot_probe(
 
 
 def _model_and_preprocessor(backbone, preprocessor):
-    """Splits a task into its parts; anything else passes through."""
+    """Split a task into its parts; return anything else as it is."""
     if backbone is not None and not callable(backbone):
         raise ValueError(
             "`backbone` must be a Keras model, a task, a callable from images to "
@@ -240,7 +217,7 @@ def _model_and_preprocessor(backbone, preprocessor):
     if preprocessor is not None and not callable(preprocessor):
         raise ValueError(
             "`preprocessor` must be callable on a batch of images. "
-            f"Received: preprocessor={preprocessor!r}. Pass the image converter itself."
+            f"Received: preprocessor={preprocessor!r}."
         )
     if isinstance(getattr(backbone, "backbone", None), keras.Model):
         if preprocessor is None:
@@ -250,7 +227,7 @@ def _model_and_preprocessor(backbone, preprocessor):
 
 
 def _features(model, preprocessor, images, batch_size, bar):
-    """Returns the `(N, D)` features, float64 if they are computed so, else float32."""
+    """Return the `(N, D)` features, float64 if they are computed so, else float32."""
     expected = getattr(model, "input_shape", None)
     if isinstance(model, keras.Model):
         model = model.predict_on_batch
@@ -273,8 +250,7 @@ def _to_matrix(output, size, flatten):
         if "pooled_output" not in output:
             raise ValueError(
                 "`backbone` must return features of shape (B, D), or a dict with "
-                f"'pooled_output'. Received: a dict with keys={sorted(output)}. Wrap "
-                "it in a function that picks one of them."
+                f"'pooled_output'. Received: a dict with keys={sorted(output)}."
             )
         output = output["pooled_output"]
     features = np.asarray(keras.ops.convert_to_numpy(output))
@@ -283,8 +259,7 @@ def _to_matrix(output, size, flatten):
     if features.ndim != 2 or len(features) != size:
         raise ValueError(
             "`backbone` must return one feature vector per image, shape "
-            f"(B, D). Received: shape={features.shape} for {size} images. Pool the "
-            "output over its tokens or pixels."
+            f"(B, D). Received: shape={features.shape} for {size} images."
         )
     # NumPy cannot decompose bfloat16.
     return features.astype("float64" if features.dtype == "float64" else "float32")
@@ -294,37 +269,35 @@ def _to_matrix(output, size, flatten):
 
 
 def _integers(name, values, minimum):
-    """Returns `values` as a tuple of distinct ints."""
+    """Return `values` as a tuple of distinct ints."""
     found = tuple(values) if np.iterable(values) else (None,)
     whole = all(is_whole_number(value, minimum) for value in found)
     if not found or not whole or len(set(found)) < len(found):
         raise ValueError(
             f"`{name}` must be distinct integers, each at least {minimum}. "
-            f"Received: {name}={values}. Pass, for example, {name}=(1, 5, 10)."
+            f"Received: {name}={values}."
         )
     return tuple(int(value) for value in found)
 
 
 def _grid(l2):
-    """Returns the penalties to choose from."""
+    """Return the penalties to choose from."""
     if isinstance(l2, str) and l2 in ("train", "test"):
         return L2_GRID
     number = isinstance(l2, numbers.Real) and not isinstance(l2, bool)
     if not number or not 0 < l2 < math.inf:
         raise ValueError(
-            "`l2` must be 'train', 'test' or a positive number. "
-            f"Received: l2={l2!r}. Use 'train' unless the penalty is known beforehand."
+            f"`l2` must be 'train', 'test' or a positive number. Received: l2={l2!r}."
         )
     return (float(l2),)
 
 
 def _check_split(name, split, images):
-    """Returns the images and labels of a split as arrays, checked."""
+    """Return the images and labels of a split as arrays, checked."""
     if not isinstance(split, tuple | list) or len(split) != 2:
         raise ValueError(
             f"`{name}` must be a pair of arrays (x, y). "
-            f"Received: {name} of type {type(split).__name__}. Gather a dataset into "
-            "two arrays first."
+            f"Received: {name} of type {type(split).__name__}."
         )
     x, y = (np.asarray(part) for part in split)
     rank = x.ndim == 4 if images else x.ndim >= 2
@@ -332,55 +305,51 @@ def _check_split(name, split, images):
         wanted = "images (N, H, W, C)" if images else "features (N, ...)"
         raise ValueError(
             f"The x of `{name}` must hold numbers, {wanted}, none of the axes empty. "
-            f"Received: {name} x with shape={x.shape}, dtype={x.dtype}. Add the axis "
-            "that is missing (grey images need C=1), or pass data."
+            f"Received: {name} x with shape={x.shape}, dtype={x.dtype}."
         )
     if y.ndim != 1 or y.dtype.kind not in "iu":
         raise ValueError(
             f"The labels of `{name}` must be integers of shape (N,). "
-            f"Received: {name} y with shape={y.shape}, dtype={y.dtype}. Turn one-hot "
-            "labels into integers with `y.argmax(-1)`, a column with `y[:, 0]`, floats "
-            "with `y.astype(int)`."
+            f"Received: {name} y with shape={y.shape}, dtype={y.dtype}. One-hot labels "
+            "become integers with `y.argmax(-1)`."
         )
     if len(x) != len(y):
         raise ValueError(
             f"`{name}` must hold one label per image. "
-            f"Received: {len(x)} images and {len(y)} labels. Pass arrays that match."
+            f"Received: {len(x)} images and {len(y)} labels."
         )
     return x, y.astype("int64")
 
 
 def _check_classes(y_train, y_test):
-    """Returns the number of classes."""
+    """Return the number of classes."""
     classes = np.unique(y_train)
     if len(classes) < 2 or classes[0] != 0 or classes[-1] != len(classes) - 1:
         raise ValueError(
             "The labels of `train` must be 0..num_classes-1, with at least two classes "
             f"and every class present. Received: {len(classes)} distinct labels from "
-            f"{classes[0]} to {classes[-1]}. Renumber them with "
-            "`np.unique(y, return_inverse=True)`, or add the missing classes."
+            f"{classes[0]} to {classes[-1]}. `np.unique(y, return_inverse=True)` "
+            "renumbers them."
         )
     unknown = np.setdiff1d(y_test, classes)
     if len(unknown):
         raise ValueError(
             f"The labels of `test` must be among those of `train`, 0..{classes[-1]}. "
-            f"Received: test labels {unknown[:5].tolist()}, which `train` lacks. "
-            "Correct or drop these images, or add the classes to `train`."
+            f"Received: test labels {unknown[:5].tolist()}, which `train` lacks."
         )
     return len(classes)
 
 
 def _check_enough(labels, shots, spare):
-    """Raises a ValueError if a class has fewer than `shots + spare` images."""
+    """Raise if a class has fewer than `shots + spare` images."""
     counts = np.bincount(labels)
     if counts.min() < shots + spare:
         rarest = counts.argmin()
-        extra = " and one more to choose the penalty on (l2='train')" if spare else ""
-        remedy = " or fix `l2`" if spare else ""
+        extra = " and one more to choose the penalty on, or a fixed `l2`"
         raise ValueError(
-            f"Every class of `train` needs {shots} image(s) for shots={shots}{extra}. "
-            f"Received: class {rarest} with {counts[rarest]} image(s). Ask for fewer "
-            f"shots, add images{remedy}."
+            f"Every class of `train` needs {shots} image(s) for shots={shots}"
+            f"{extra if spare else ''}. Received: class {rarest} with {counts[rarest]} "
+            "image(s)."
         )
 
 
@@ -389,13 +358,12 @@ def _check_scaled(x):
         raise ValueError(
             "A Keras model expects scaled images. "
             f"Received: images of dtype={x.dtype} and no preprocessor. Pass "
-            "`preprocessor=` (an image converter), or, if the model scales images "
-            "itself, `x.astype('float32')`."
+            "`preprocessor=`, or `x.astype('float32')` if the model scales images."
         )
 
 
 def _check_shape(expected, batch):
-    """Raises a ValueError unless a batch has the shape that a model takes."""
+    """Raise unless a batch has the shape that a model takes."""
     found = getattr(batch, "shape", None)
     if found is None or not isinstance(expected, tuple) or len(expected) != 4:
         return
@@ -405,9 +373,8 @@ def _check_shape(expected, batch):
     ):
         raise ValueError(
             f"The model takes images of shape {expected}. Received: batches of shape "
-            f"{tuple(found)} after `preprocessor`, if there is one. Pass a task, whose "
-            "preprocessor resizes images, or an image converter that does: "
-            f"`preprocessor=ksm.models.ViTMoEImageConverter({expected[1:3]})`."
+            f"{tuple(found)}. `preprocessor=ksm.models.ViTMoEImageConverter("
+            f"{expected[1:3]})` resizes images."
         )
 
 
@@ -416,6 +383,5 @@ def _check_finite(name, x, part="x"):
     if row is not None:
         raise ValueError(
             f"The {part} of `{name}` must be finite. "
-            f"Received: NaN or infinity, first in row {row}. Drop such images, or, "
-            "if only the features are affected, look at the model."
+            f"Received: NaN or infinity, first in row {row}."
         )

@@ -13,8 +13,7 @@ import numpy as np
 # The papers' grid, 2^-10 to 2^19.
 L2_GRID = tuple(2.0**exponent for exponent in range(-10, 20))
 
-# The value of the constant feature. It is large so that the penalty, which also
-# covers its weight, leaves the bias nearly free.
+# The constant feature is large, so that the penalty leaves the bias nearly free.
 BIAS_FEATURE = 100.0
 
 # Rows that are scored at a time, so that memory does not grow with the data.
@@ -22,11 +21,9 @@ ROWS = 4096
 
 
 def sample_support(labels, shots, seed):
-    """Draws the same number of images from every class.
+    """Draw the same number of images from every class.
 
-    One generator serves the classes in order: the indices of each class are
-    permuted and the first `shots` kept. So at one seed, the images of fewer shots
-    are among those of more shots.
+    At one seed, the images of fewer shots are among those of more shots.
 
     Args:
         labels: `(N,)` ints in `[0, num_classes)`, at least `shots` of each class.
@@ -47,13 +44,10 @@ def sample_support(labels, shots, seed):
 
 
 def best_l2(accuracies, l2=L2_GRID):
-    """Chooses one penalty for several data sets, by mean rank.
+    """Choose one penalty for several data sets, by mean rank.
 
-    Accuracies of different data sets are not comparable, so each data set ranks the
-    penalties and the ranks are averaged. Equal accuracies within a data set are
-    ranked in favour of the larger penalty, and equal mean ranks go to the smaller;
-    the papers' code sorts equal accuracies in an order that depends on the
-    processor. With one data set, this is the largest of its best penalties.
+    Of equal accuracies in a data set the larger penalty ranks higher (in the papers'
+    code their order depends on the CPU); equal mean ranks go to the smaller one.
 
     Args:
         accuracies: `(num_datasets, num_penalties)` floats.
@@ -90,24 +84,15 @@ class RidgeProbe:
     targets: np.ndarray
 
     def weights(self, l2):
-        """Returns the `(D + 1, num_classes)` weights; the last row is the bias."""
+        """Return the `(D + 1, num_classes)` weights; the last row is the bias."""
         return self.basis / (self.eigenvalues + l2) @ self.targets
 
     def scores(self, features, l2):
-        """Returns the `(N, num_classes)` scores of `features` `(N, D)`."""
+        """Return the `(N, num_classes)` scores of `features` `(N, D)`."""
         return _standardise(features, self.mean, self.std) @ self.weights(l2)
 
     def accuracy(self, features, labels, l2):
-        """Returns the top-1 accuracies, one for each penalty in `l2`.
-
-        Args:
-            features: `(N, D)` floats.
-            labels: `(N,)` ints.
-            l2: sequence of positive floats.
-
-        Returns:
-            `(len(l2),)` float64 in [0, 1].
-        """
+        """Return the top-1 accuracy for each penalty in `l2`, `(len(l2),)` float64."""
         correct = np.zeros(len(l2))
         for start in range(0, len(labels), ROWS):
             rows = slice(start, start + ROWS)
@@ -119,12 +104,11 @@ class RidgeProbe:
 
 
 def ridge_probe(features, labels, num_classes):
-    """Fits a ridge classifier to a support set, for all penalties at once.
+    """Fit a ridge classifier to a support set, for all penalties at once.
 
     The features are standardised and given a constant feature of 100, the targets
     are +1 for the image's class and -1 for the others, and the weights solve
-    `(XᵀX + l2 I) W = XᵀY`. The smaller of `XᵀX` and `XXᵀ` is decomposed once;
-    every penalty then only rescales the eigenvalues.
+    `(XᵀX + l2 I) W = XᵀY`.
 
     Args:
         features: `(N, D)` floats. The computation is in float64.
@@ -132,8 +116,7 @@ def ridge_probe(features, labels, num_classes):
         num_classes: int.
 
     Returns:
-        `RidgeProbe`, with `weights(l2)`, `scores(features, l2)` and
-        `accuracy(features, labels, l2)`.
+        `RidgeProbe`.
 
     Source: V-MoE, section 3.4, and its released few-shot evaluator.
     """
@@ -142,6 +125,7 @@ def ridge_probe(features, labels, num_classes):
     std = features.std(axis=0) + 1e-5
     x = _standardise(features, mean, std)
     y = 2.0 * (np.asarray(labels)[:, None] == np.arange(num_classes)) - 1.0
+    # The smaller of XᵀX and XXᵀ is decomposed; penalties only rescale eigenvalues.
     if len(x) >= x.shape[1]:
         eigenvalues, basis = np.linalg.eigh(x.T @ x)
         targets = basis.T @ (x.T @ y)

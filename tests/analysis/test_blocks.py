@@ -102,13 +102,6 @@ def test_names_that_are_there_twice():
         np.testing.assert_allclose(load.load.sum(), NUM_TOKENS, rtol=1e-5)
 
 
-def test_a_model_without_routers():
-    inputs = keras.Input((6,))
-    model = keras.Model(inputs, keras.layers.Dense(2)(inputs))
-    with pytest.raises(ValueError, match="MoE layers.*Received: Functional"):
-        analysis.analyze(model, np.ones((1, 6)), verbose=0)
-
-
 def test_images_must_be_finite():
     """NaN has no best expert."""
     images = tiny.pixels(4)
@@ -197,7 +190,7 @@ def test_counts(name):
 @pytest.mark.parametrize(
     "overrides, labels, received",
     [
-        (tiny.DENSE, None, "ViTMoEBackbone, which has none"),
+        (tiny.DENSE, None, "ViTMoEBackbone, which is dense"),
         ({}, np.zeros(3, int), "5 images, 3 labels"),
         ({}, np.zeros(6, int), "5 images, 6 labels"),
     ],

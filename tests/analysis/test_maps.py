@@ -6,13 +6,10 @@ import pytest
 
 from keras_softmoe.analysis import RoutingMaps, analyze
 from keras_softmoe.analysis.maps import ExampleReducer, _WordCounts
-from keras_softmoe.analysis.pairs import Pairs
+from keras_softmoe.analysis.streaming import Pairs
 from keras_softmoe.layers import SoftMoE
 from keras_softmoe.models import (
     ViTMoEBackbone,
-    ViTMoEImageClassifier,
-    ViTMoEImageClassifierPreprocessor,
-    ViTMoEImageConverter,
 )
 from keras_softmoe.routers import (
     LIMoERouter,
@@ -21,7 +18,6 @@ from keras_softmoe.routers import (
     SoftRouter,
 )
 from tests.support import pairs
-from tests.support.close import assert_near
 from tests.support.references import to_numpy
 
 # 2 x 3 patches, so that rows cannot be taken for columns.
@@ -88,17 +84,6 @@ def test_seats_of_grouped_images_find_their_image():
     np.testing.assert_allclose(maps.combine, combine, rtol=1e-5)
 
 
-def test_a_task_brings_its_preprocessor():
-    backbone = make_backbone(SoftRouter(2))
-    preprocessor = ViTMoEImageClassifierPreprocessor(ViTMoEImageConverter())
-    task = ViTMoEImageClassifier(backbone, 3, preprocessor=preprocessor)
-    pixels = np.random.default_rng(0).integers(0, 256, (2, *IMAGE_SHAPE), "uint8")
-    maps = routing_maps(task, pixels, 1)
-    assert_near(maps.images, pixels / 127.5 - 1, atol=1e-6)
-    given = routing_maps(backbone, pixels, 1, preprocessor=ViTMoEImageConverter())
-    np.testing.assert_allclose(maps.dispatch, given.dispatch, rtol=1e-6)
-
-
 def test_main_experts():
     # One image of three patches, two experts of two slots.
     combine = np.array(
@@ -135,7 +120,7 @@ def test_wrong_arguments():
         routing_maps(backbone, np.zeros((1, *IMAGE_SHAPE), "uint8"))
     for images in (make_images(1)[0], make_images(1)[:, :4], make_images(0)):
         with pytest.raises(
-            ValueError, match=r"batches of \(8, 12, 3\).*shape=|nothing"
+            ValueError, match=r"batches of \(8, 12, 3\).*shape=|one batch"
         ):
             routing_maps(backbone, images)
     inputs = keras.Input((4, 6))
@@ -359,7 +344,7 @@ def test_patches_against_maps(name, pooling):
         order = np.argsort(-best, kind="stable")[:10]
         order = order[best[order] >= 0]
         np.testing.assert_allclose(found.weights[expert], best[order], rtol=1e-5)
-        for picture, image in zip(found.pictures[expert], order, strict=True):
+        for picture, image in zip(found.images[expert], order, strict=True):
             row, column = np.unravel_index(own[image].argmax(), (2, 4))
             patch = images[image, 4 * row : 4 * row + 4, 4 * column : 4 * column + 4]
             np.testing.assert_array_equal(picture[4:8, 4:8], patch)

@@ -1,14 +1,11 @@
-"""Statistics by modality and by word, against a count of the tokens one by one.
-
-Their pairs come from `analysis/pairs.py`.
-"""
+"""Statistics by modality and by word, against a count of the tokens one by one."""
 
 import math
 
 import numpy as np
 import pytest
 
-from keras_softmoe import analysis, datasets, models, routers
+from keras_softmoe import analysis, routers
 from keras_softmoe.analysis.modalities import ModalityStatistics, _words
 from tests.support import pairs, tiny, tiny_limoe
 from tests.support.close import assert_near
@@ -184,29 +181,6 @@ def test_batches_add_up(backbone):
                     assert_near(found[name][modality], numbers, rtol=1e-5, atol=1e-8)
             elif value is not None:
                 np.testing.assert_array_equal(found[name], value)
-
-
-def test_a_task_prepares_pixels_and_captions():
-    captions = ["a b", "b", "c a"]
-    proto = datasets.train_vocabulary(captions, vocabulary_size=75)
-    tokenizer = models.LIMoETokenizer(proto)
-    preprocessor = models.LIMoEPreprocessor(
-        tokenizer, models.ViTMoEImageConverter((8, 8)), sequence_length=4
-    )
-    backbone = pairs.limoe(
-        vocabulary_size=75, sequence_length=4, num_layers=1, moe_layers=(0,)
-    )
-    task = models.LIMoEContrastive(backbone, preprocessor)
-    pixels = tiny.pixels(3).astype("uint8")
-    found = statistics_of(task, pixels, np.array(captions))
-    inputs = preprocessor(pixels, captions)
-    expected = statistics_of(backbone, inputs["images"], inputs["token_ids"])
-    for name in ("routed", "assigned", "queue"):
-        for modality in ("image", "text"):
-            np.testing.assert_array_equal(
-                getattr(found[0], name)[modality], getattr(expected[0], name)[modality]
-            )
-    assert found[0].num_tokens == {"image": 12, "text": 12}
 
 
 # === What follows from the counts ===

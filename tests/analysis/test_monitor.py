@@ -125,7 +125,7 @@ def test_several_steps_in_an_execution():
     monitor.on_train_begin()
     monitor.on_epoch_begin(0)
     monitor.on_train_batch_end(1)
-    with pytest.raises(ValueError, match="every 3 steps"):
+    with pytest.raises(ValueError, match="Received: modality='text'"):
         monitor.usage("text")
     # The third step is in the second execution.
     monitor.on_train_batch_end(3)
@@ -138,9 +138,7 @@ def test_several_steps_in_an_execution():
 def test_usage_that_was_not_measured():
     images, captions = limoe_pairs()
     monitor = analysis.RoutingMonitor(captions=captions)
-    with pytest.raises(
-        ValueError, match=r"every epoch.*\[\]. Received: modality='text'"
-    ):
+    with pytest.raises(ValueError, match=r"\[\]. Received: modality='text'"):
         monitor.usage("text")
     model = tiny_limoe.task()
     model.fit(images, captions, batch_size=8, verbose=0, callbacks=[monitor])

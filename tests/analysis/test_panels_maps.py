@@ -6,12 +6,12 @@ They also test `analysis/panel_parts.py`, which draws the images below them.
 import numpy as np
 import pytest
 
-from keras_softmoe.analysis import analyze
+from keras_softmoe.analysis import RoutingMaps, analyze
+from keras_softmoe.analysis.maps import ExpertExamples, ExpertPatches
 from keras_softmoe.analysis.panels_maps import _most_different_slots
 from keras_softmoe.models import ViTMoEBackbone
 from keras_softmoe.routers import (
     IdentityRouter,
-    SoftmaxExpertChoiceRouter,
     SoftmaxTokenChoiceRouter,
     SoftRouter,
 )
@@ -23,8 +23,6 @@ ROUTERS = {
     "soft": lambda: SoftRouter(4, slots_per_expert=2),
     "uniform": lambda: SoftRouter(4, dispatch="uniform", combine="uniform"),
     "token choice": lambda: SoftmaxTokenChoiceRouter(4, capacity_factor=0.5),
-    "expert choice": lambda: SoftmaxExpertChoiceRouter(4),
-    "identity": lambda: IdentityRouter(4),
 }
 
 
@@ -42,18 +40,6 @@ def maps_of(backbone, images):
     return analyze(backbone, images, num_pictures=len(images), verbose=0).maps[0]
 
 
-@pytest.mark.parametrize("name", ROUTERS)
-def test_every_router_can_be_drawn(name):
-    maps = maps_of(make_backbone(ROUTERS[name]()), make_images())
-    assert png(maps.plot("experts")).startswith(b"\x89PNG")
-    if maps.mixes_tokens:
-        assert png(maps.plot("slots")).startswith(b"\x89PNG")
-    else:
-        # The slot of a sparse router holds one token at most.
-        with pytest.raises(ValueError, match="Received: figure='slots'"):
-            maps.plot("slots")
-
-
 @pytest.mark.parametrize("channels", [1, 4])
 def test_pictures_that_are_not_in_colour_are_grey(channels):
     backbone = make_backbone(ROUTERS["soft"](), channels)
@@ -68,8 +54,9 @@ def test_pictures_that_are_not_in_colour_are_grey(channels):
 def test_slots_are_drawn_where_they_take():
     backbone, images = make_backbone(ROUTERS["soft"]()), make_images()
     chosen = [(3, 1), (0, 0)]
-    figure = maps_of(backbone, images).plot("slots", slots=chosen)
     maps = maps_of(backbone, images)
+    figure = maps.plot("slots", slots=chosen)
+    assert png(figure).startswith(b"\x89PNG")
     axes = np.reshape(figure.axes[:6], (2, 3))
     titles = [ax.get_title() for ax in axes[0]]
     assert titles == ["image", "expert 3, slot 1", "expert 0, slot 0"]
@@ -87,27 +74,6 @@ def test_slots_are_drawn_where_they_take():
     scale = figure.axes[-1]
     assert tick_names(scale.yaxis) == ["0.25", "0.5", "1 (even)", "2", "4"]
     assert "block 0" in figure.get_suptitle()
-
-
-def test_slots_that_route_show_it():
-    images = make_images()
-    backbone = make_backbone(ROUTERS["soft"]())
-
-    def strength():
-        """How far colours are from that of an even share, on average."""
-        drawn = [
-            ax.get_images()[-1]
-            for ax in maps_of(backbone, images).plot("slots", slots=2).axes
-            if len(ax.get_images()) > 1
-        ]
-        return np.mean([d.cmap(d.norm(d.get_array()))[..., 3].mean() for d in drawn])
-
-    faint = strength()
-    backbone.routers[0].scale.assign(30.0)
-    # With random weights about 0.9 and 0.2.
-    assert strength() > 0.6 > 0.4 > faint
-    backbone = make_backbone(ROUTERS["uniform"]())
-    assert strength() < 0.01
 
 
 def test_an_even_share_is_one_of_the_group():
@@ -152,8 +118,12 @@ def test_the_slots_shown_differ():
 
 def test_experts_are_drawn_where_they_work():
     backbone, images = make_backbone(ROUTERS["token choice"]()), make_images()
-    figure = maps_of(backbone, images).plot("experts")
     maps = maps_of(backbone, images)
+    # The slot of a sparse router holds one token at most.
+    with pytest.raises(ValueError, match="Received: figure='slots'"):
+        maps.plot("slots")
+    figure = maps.plot("experts")
+    assert png(figure).startswith(b"\x89PNG")
     experts = maps.main_experts
     weights = maps.combine.sum(-1).max(-1)
     clear = weights >= 2 / 4
@@ -188,20 +158,6 @@ def test_experts_are_drawn_where_they_work():
     ]
     (even,) = figure.axes[-1].lines
     assert even.get_xdata() == pytest.approx([(16 - dropped) / 4] * 2)
-
-
-def test_patches_that_listen_to_all_experts_are_white():
-    figure = maps_of(make_backbone(ROUTERS["uniform"]()), make_images(1)).plot(
-        "experts"
-    )
-    pixels = figure.axes[1].get_images()[0].get_array()
-    assert_near(pixels[..., 3], 0, atol=1e-5)
-
-
-def test_many_experts_have_many_colours():
-    backbone = make_backbone(SoftRouter(40))
-    bars = maps_of(backbone, make_images()).plot("experts").axes[-1].containers[1]
-    assert len({bar.get_facecolor() for bar in bars}) == 40
 
 
 # === Discarded patches ===
@@ -265,24 +221,12 @@ def test_discarded_patches_are_covered(classifier, priority):
     assert png(figure).startswith(b"\x89PNG")
 
 
-def test_settings_are_put_back_after_an_error(classifier):
-    before = classifier.backbone.get_config()
-    with pytest.raises(ValueError, match="eval_capacity_factor=-1.0"):
-        analyze(
-            *(classifier, tiny.pixels(2)),
-            num_pictures=2,
-            capacity_factors=(0.5, -1.0),
-            verbose=0,
-        )
-    assert classifier.backbone.get_config() == before
-
-
 @pytest.mark.parametrize(
     "router, num_pictures, message",
     [
-        (tiny.SOFT, 1, "Received: .*block 1 of SoftRouter"),
-        (IdentityRouter(5), 1, "block 1 of IdentityRouter"),
-        (SCARCE, 0, "num_pictures=4.*Received: .*num_pictures=0"),
+        (tiny.SOFT, 1, "Received: block 1 with SoftRouter"),
+        (IdentityRouter(5), 1, "Received: block 1 with IdentityRouter"),
+        (SCARCE, 0, "needs `num_pictures`.*Received: num_pictures=0"),
     ],
 )
 def test_where_no_patch_is_discarded(router, num_pictures, message):
@@ -293,3 +237,188 @@ def test_where_no_patch_is_discarded(router, num_pictures, message):
             capacity_factors=(1.0,),
             verbose=0,
         )
+
+
+# === Patches and words ===
+
+
+def examples(**overrides):
+    """Of three experts, the last of which takes no images."""
+    rng = np.random.default_rng(0)
+    counts = (2, 4, 0)
+    fields = {
+        "share": {
+            "image": np.array([0.25, 0.75, 0.0]),
+            "text": np.array([0.5, 0.0, 0.5]),
+        },
+        "patches": [rng.uniform(-1, 1, (n, 4, 2, 3)) for n in counts],
+        "patch_probabilities": [-np.sort(-rng.uniform(size=n)) for n in counts],
+        "words": [["▁red", "s", "▁", "<pad>", ","], [], ["▁a$b$"]],
+        "word_probabilities": [np.array([0.9, 0.8, 0.7, 0.6, 0.5]), [], [0.4]],
+        **overrides,
+    }
+    return RoutingMaps(3, 12, 3, False, examples=ExpertExamples(**fields))
+
+
+def shown_patches(ax):
+    """Pictures and the numbers below them, from left to right."""
+    return [
+        (corner.get_images()[0].get_array(), corner.get_xlabel())
+        for corner in ax.child_axes
+    ]
+
+
+def words_of(ax):
+    return [text.get_text() for text in ax.texts]
+
+
+def test_expert_examples():
+    maps = examples()
+    given, figure = maps.examples, maps.plot("examples")
+    axes = np.reshape(figure.axes, (3, 2))
+    assert [row[0].get_ylabel() for row in axes] == [
+        "expert 0\n25% of patches\n50% of text",
+        "expert 1\n75% of patches\n0% of text",
+        "expert 2\n0% of patches\n50% of text",
+    ]
+    for expert, (patches, _) in enumerate(axes):
+        shown = shown_patches(patches)
+        probabilities = given.patch_probabilities[expert]
+        assert [label for _, label in shown] == [
+            f"{100 * p:.0f}%" for p in probabilities
+        ]
+        for (picture, _), patch in zip(shown, given.patches[expert], strict=True):
+            np.testing.assert_allclose(picture, (patch + 1) / 2)
+    assert words_of(axes[0, 1]) == ["red 90%", "-s 80%", "▁ 70%", "<pad> 60%", ", 50%"]
+    assert words_of(axes[1, 1]) == []
+    # Dollar signs are no formula.
+    assert words_of(axes[2, 1]) == ["a$b$ 40%"]
+    assert "block 3" in figure.get_suptitle()
+    assert png(figure).startswith(b"\x89PNG")
+
+
+def test_examples_of_some_experts():
+    figure = examples().plot("examples", experts=(2, 0))
+    labels = [ax.get_ylabel().splitlines()[0] for ax in figure.axes[::2]]
+    assert labels == ["expert 2", "expert 0"]
+    for experts in ((), (3,)):
+        with pytest.raises(ValueError, match="from 0 to 2.*Received: experts="):
+            examples().plot("examples", experts=experts)
+
+
+def test_examples_of_one_modality():
+    share = examples().examples.share
+    given = examples(
+        share={"text": share["text"]}, patches=None, patch_probabilities=None
+    )
+    figure = given.plot("examples")
+    assert len(figure.axes) == 3
+    assert figure.axes[0].get_ylabel() == "expert 0\n50% of text"
+    assert words_of(figure.axes[0])[0] == "red 90%"
+    given = examples(
+        share={"image": share["image"]}, words=None, word_probabilities=None
+    )
+    figure = given.plot("examples")
+    assert [len(shown_patches(ax)) for ax in figure.axes] == [2, 4, 0]
+
+
+# === One pair ===
+
+
+def maps_of_pair(
+    patch_experts, word_experts, words=("▁a", "▁red", "s", "<pad>", "<pad>")
+):
+    """Maps of one pair, which is the second of two."""
+    image = np.random.default_rng(0).uniform(-1, 1, (4, 6, 3)).astype("float32")
+    # (rows, columns, E, 1)
+    dispatch = (np.array(patch_experts)[..., None] == np.arange(9))[..., None]
+    dispatch = np.stack([0 * dispatch, dispatch]).astype("float32")
+    return RoutingMaps(
+        5,
+        11,
+        9,
+        False,
+        images=np.stack([0 * image, image]),
+        dispatch=dispatch,
+        combine=dispatch / 2,
+        words=[[], list(words)],
+        word_experts=[[], np.array(word_experts)],
+    )
+
+
+def test_pair():
+    given = maps_of_pair([[4, -1, 4], [4, 4, 2]], [0, 4, 4, 0, 0])
+    figure = given.plot("pair", index=1)
+    titles = [ax.get_title() for ax in figure.axes]
+    assert titles == [
+        "image and caption",
+        *(f"expert {e}" for e in (0, 2, 4)),
+        "dropped",
+    ]
+    below = [ax.get_xlabel() for ax in figure.axes]
+    assert below == [
+        "a · red · -s ·\n<pad>\u00a0×2",
+        "a · <pad>\u00a0×2",
+        "no text",
+        "red · -s",
+        "no text",
+    ]
+    pixels = (given.images[1] + 1) / 2
+    for ax, expert in zip(figure.axes[1:], (0, 2, 4, -1), strict=True):
+        shown = ax.get_images()[0].get_array()
+        taken = np.kron(given.main_experts[1] == expert, np.ones((2, 2))).astype(bool)
+        assert_near(shown[taken], pixels[taken], atol=1e-6)
+        faded = 1 - 0.12 * (1 - pixels)
+        assert_near(shown[~taken], faded[~taken], atol=1e-6)
+    assert "block 5" in figure.get_suptitle()
+    assert png(figure).startswith(b"\x89PNG")
+
+
+# === Patches of images ===
+
+
+def patches():
+    """Of three experts, the last of which takes nothing."""
+    rng = np.random.default_rng(0)
+    pictures = [rng.uniform(-1, 1, (count, 12, 12, 3)) for count in (2, 4)]
+    for picture in pictures:
+        # Above the image
+        picture[:, :4] = np.nan
+    pictures.append(np.array([]))
+    weights = [-np.sort(-rng.uniform(size=len(found))) for found in pictures]
+    found = ExpertPatches(np.array([0.25, 0.75, 0.0]), pictures, weights)
+    return RoutingMaps(0, 8, 3, False, patches=found)
+
+
+def test_patches_of_some_experts():
+    maps = patches()
+    found = maps.patches
+    figure = maps.plot("patches", experts=[1, 0])
+    axes = np.reshape(figure.axes, (2, 10))
+    for row, expert in zip(axes, (1, 0), strict=True):
+        share = f"{100 * found.share[expert]:.1f}%"
+        assert row[0].get_ylabel() == f"expert {expert}\n{share}"
+        weights = found.weights[expert]
+        names = [f"{weight:.2f}" for weight in weights]
+        assert [ax.get_xlabel() for ax in row] == names + [""] * (10 - len(names))
+        for ax, picture in zip(row, found.images[expert], strict=False):
+            drawn, cover = (image.get_array() for image in ax.get_images())
+            outside = np.isnan(picture).any(-1)
+            np.testing.assert_array_equal(~np.ma.getmaskarray(cover), outside)
+            expected = picture[~outside] / 2 + 0.5
+            assert_near(drawn[~outside], expected, atol=1e-6)
+            (frame,) = ax.patches
+            assert frame.get_bbox().bounds == (4, 4, 4, 4)
+    assert "block 0" in figure.get_suptitle() and "33.3%" in figure.get_suptitle()
+    assert png(figure).startswith(b"\x89PNG")
+
+
+def test_patches_of_the_busiest_experts():
+    labels = [ax.get_ylabel() for ax in patches().plot("patches").axes]
+    labels = [label.split("\n")[0] for label in labels if label]
+    assert labels == ["expert 1", "expert 0", "expert 2"]
+    figure = patches().plot("patches", experts=[2])
+    assert figure.axes[0].get_ylabel() == "expert 2\n0.0%"
+    assert all(not ax.get_images() for ax in figure.axes)
+    with pytest.raises(ValueError, match=r"from 0 to 2.*experts=\[3\]"):
+        patches().plot("patches", experts=[3])

@@ -116,13 +116,6 @@ def test_a_capacity_far_above_is_written():
     assert "capacity" not in legend_names(figure.legends[0])
 
 
-def test_what_there_is_none_of_is_not_in_the_legend():
-    block = make_block()
-    block = block._replace(chosen=block.assigned, padding=np.zeros(3, int))
-    figure = plot("modality_load", {1: block})
-    assert legend_names(figure.legends[0]) == ["text: words", "image", "capacity"]
-
-
 # === Confidence ===
 
 
@@ -156,16 +149,6 @@ def test_confidence():
         assert hex_color(patch) == (BLUE if name == "text" else RED)
     (least,) = [c for c in ax.collections if c.get_label() == "1/E"]
     np.testing.assert_allclose(np.array(least.get_segments())[..., 1], 1 / 3)
-
-
-def test_confidence_ends_at_100_percent():
-    block = make_block()._replace(
-        confidence_mean={"text": 0.9, "image": 0.05},
-        confidence_std={"text": 0.3, "image": 0.2},
-    )
-    found = lines(plot("confidence", {1: block}).axes[0])
-    np.testing.assert_allclose(found["text"][1], [[0.6, 1.0]])
-    np.testing.assert_allclose(found["image"][1], [[0.0, 0.25]])
 
 
 # === Coverage ===
@@ -219,15 +202,6 @@ def test_bars_are_shares():
     assert png(figure).startswith(b"\x89PNG")
 
 
-def test_figure_of_many_tags_and_of_some_blocks():
-    tags = tuple(map(str, range(12)))
-    words = WordStatistics(tags, np.ones(12, int), np.ones((12, 2), int))
-    given = {b: found._replace(words=words) for b, found in statistics().items()}
-    figure = plot("words", given, [3])
-    (ax,) = figure.axes
-    assert len({tuple(bars[0].get_facecolor()) for bars in ax.containers}) == 12
-
-
 # === Queues ===
 
 
@@ -253,20 +227,6 @@ def test_priorities():
             np.testing.assert_allclose(capacity.get_xdata(), 30)
             assert ax.get_xlim()[1] >= 48
     assert legend_names(figure.legends[0]) == ["text", "image", "capacity"]
-
-
-def test_short_queues_are_shown_large():
-    block = make_block(capacity=1000)
-    for counts in block.queue.values():
-        counts[:, 5:] = 0
-        counts[0, 4] = 1
-    figure = plot("priorities", {1: block})
-    assert figure.axes[0].get_xlim()[1] == pytest.approx(1.05 * 20)
-    assert not figure.axes[0].lines
-    assert legend_names(figure.legends[0]) == ["text", "image"]
-    # The line is there as long as it is near.
-    figure = plot("priorities", {1: block._replace(capacity=40)})
-    assert figure.axes[0].get_xlim()[1] == pytest.approx(1.05 * 40)
 
 
 def test_experts_of_many():
@@ -312,16 +272,6 @@ def test_trajectories():
     experts = [(*text.get_position(), text.get_text()) for text in ax.texts]
     assert experts == [(c, e, str(e)) for c in range(3) for e in range(3)]
     assert tick_names(ax.xaxis) == ["block 1", "block 3", "block 5"]
-
-
-def test_an_expert_without_ways_is_grey():
-    given = statistics((1, 3))
-    for counts in given[1].transitions.values():
-        counts[:] = 0
-        counts[2, 1] = 100
-    figure = plot("trajectories", given)
-    colors = [text.get_color() for text in figure.axes[0].texts]
-    assert colors == ["0.7", "0.7", "black", "0.7", "black", "0.7"]
 
 
 def test_trajectories_need_steps():

@@ -2,11 +2,9 @@
 
 import sys
 
-import keras
-import numpy as np
 import pytest
 
-from keras_softmoe import analysis, layers, routers
+from keras_softmoe import analysis, routers
 from keras_softmoe.analysis.figures import FIGURES
 from tests.support import (
     made_up,
@@ -72,17 +70,6 @@ def test_limoe():
     one_block = pairs.limoe(moe_layers=(1,))
     routing = analysis.analyze(one_block, pairs.images(), verbose=0)
     assert "trajectories" not in routing.figures
-
-
-def test_a_model_of_ones_own():
-    x = inputs = keras.Input((4, 6))
-    x = layers.SoftMoE(2, 8, name="mixed")(x)
-    choosing = routers.SoftmaxTokenChoiceRouter(2, capacity_factor=0.5)
-    model = keras.Model(inputs, layers.MoE(choosing, 8, name="choosing")(x))
-    routing = analysis.analyze(model, np.ones((3, 4, 6), "float32"), verbose=0)
-    assert list(routing.blocks) == ["mixed", "choosing"]
-    assert list(routing.soft) == ["mixed"]
-    assert routing.figures == [*ANY, *SOFT]
 
 
 def test_pairs_as_a_dict():

@@ -7,7 +7,6 @@ import pytest
 
 from keras_softmoe import analysis, layers, routers
 from keras_softmoe.ops import DenseRouting
-from tests.support import tiny
 from tests.support.references import to_numpy
 
 NUM_TOKENS = 4
@@ -82,19 +81,6 @@ def test_reducers_share_a_pass():
     # Three batches, of which no gradients are kept.
     assert spy.seen == [False] * 3
     assert [len(kept) for kept in found] == [6, 6]
-
-
-def test_batches_with_labels():
-    model = tiny.classifier(moe_layers=(0, 1), router=tiny.SPARSE)
-    images, labels = tiny.pixels(5), tiny.labels(5)
-    batches = [(images[:2], labels[:2]), (images[2:], labels[2:])]
-    routing = analysis.analyze(model, batches, labels, verbose=0)
-    expected = analysis.analyze(model, images, labels, batch_size=2, verbose=0)
-    assert list(routing.blocks) == [0, 1]
-    for block, found in routing.blocks.items():
-        np.testing.assert_allclose(
-            found.weight_by_class, expected.blocks[block].weight_by_class, rtol=1e-5
-        )
 
 
 def test_a_layer_that_is_called_twice():

@@ -56,6 +56,7 @@ def test_mock_data(name):
     # Grey, coloured, and of varying size.
     with tfds.testing.mock_data(num_examples=10):
         dataset = from_tfds(name, "train", image_size=16, batch_size=4)
+        assert isinstance(dataset, tf.data.Dataset)
         batches = list(dataset.as_numpy_iterator())
     assert [len(labels) for _, labels in batches] == [4, 4, 2]
     for images, labels in batches:
@@ -151,9 +152,3 @@ def test_missing_tfds_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
     with pytest.raises(ImportError, match=r"keras-softmoe\[datasets,tensorflow\]"):
         from_tfds("cifar10", "train", 8, 2)
-
-
-def test_result_is_a_tf_dataset():
-    with tfds.testing.mock_data():
-        dataset = from_tfds("cifar10", "train", 8, 2)
-    assert isinstance(dataset, tf.data.Dataset)

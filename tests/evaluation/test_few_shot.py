@@ -88,13 +88,6 @@ def test_only_the_papers_practice_looks_at_the_test_labels():
     assert penalties(y_test, "test") != penalties(wrong, "test")
 
 
-def test_seeds_as_a_number_are_the_first_ones():
-    train, test = splits()
-    first = few_shot_probe(None, train, test, seeds=2, verbose=0)
-    assert first == few_shot_probe(None, train, test, seeds=[0, 1], verbose=0)
-    assert first != few_shot_probe(None, train, test, seeds=[1, 2], verbose=0)
-
-
 class Task(keras_hub.models.Task):
     """The least of a KerasHub task: a backbone, a preprocessor and a head."""
 
@@ -161,18 +154,6 @@ def test_bfloat16_features():
     assert keras.backend.standardize_dtype(output.dtype) == "bfloat16"
 
 
-def test_features_are_computed_once():
-    train, test = splits(images=True)
-    sizes = []
-
-    def backbone(images):
-        sizes.append(len(images))
-        return images.reshape(len(images), -1)
-
-    few_shot_probe(backbone, train, test, batch_size=30, verbose=0)
-    assert sizes == [30, 30, 13, 30, 5]
-
-
 def test_progress_and_table(capsys):
     train, test = splits(images=True)
     result = few_shot_probe(flattening_model(), train, test, shots=(1, 5), verbose=0)
@@ -198,7 +179,7 @@ def test_every_image_in_the_support():
     # Nothing is left to choose the penalty on, so it has to be given.
     (x, y), test = splits()
     few = sample_support(y, 5, seed=0)
-    with pytest.raises(ValueError, match=r"one more.*class 0 with 5.*fix `l2`"):
+    with pytest.raises(ValueError, match=r"one more.*fixed `l2`.*class 0 with 5"):
         few_shot_probe(None, (x[few], y[few]), test, shots=(5,), verbose=0)
     with pytest.raises(ValueError, match=r"shots=6.*Received: class 0 with 5"):
         few_shot_probe(None, (x[few], y[few]), test, shots=(6,), l2=64.0, verbose=0)
@@ -228,8 +209,8 @@ def with_nan(x):
         (lambda x, y: (x[:0], y[:0]), r"none of the axes empty.*shape=\(0, 3, 2, 1\)"),
         (lambda x, y: (x.astype(str), y), r"must hold numbers"),
         (lambda x, y: (x, np.eye(5)[y]), r"shape=\(73, 5\).*argmax"),
-        (lambda x, y: (x, y[:, None]), r"shape=\(73, 1\).*y\[:, 0\]"),
-        (lambda x, y: (x, y.astype(float)), r"dtype=float64.*astype\(int\)"),
+        (lambda x, y: (x, y[:, None]), r"shape=\(73, 1\)"),
+        (lambda x, y: (x, y.astype(float)), r"dtype=float64"),
         (lambda x, y: (x, y - 1), r"0\.\.num_classes-1.*from -1 to 3"),
         (lambda x, y: (x, y * 2), r"5 distinct labels from 0 to 8.*return_inverse"),
         (lambda x, y: (x, y * 0), r"at least two classes"),

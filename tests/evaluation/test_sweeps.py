@@ -1,12 +1,9 @@
 """Sweeps over router settings, learned and random."""
 
-import types
-
 import numpy as np
 import pytest
 
 from keras_softmoe import evaluation, routers
-from keras_softmoe.evaluation import sweeps
 from tests.support import tiny
 
 ROUTER = routers.SoftmaxTokenChoiceRouter(4, num_selected_experts=2, noise_std=0.0)
@@ -43,7 +40,6 @@ def test_a_sweep_is_the_models_own_accuracy():
         np.testing.assert_allclose(row.scores["accuracy"], expected)
         cost = evaluation.cost(model)
         assert row.gflop_per_image == cost.gflop_per_image
-        assert row.seconds_per_image is row.relative_time is None
     assert rows[0].gflop_per_image > rows[1].gflop_per_image
 
 
@@ -54,40 +50,6 @@ def test_operations_of_a_quantized_model():
     sweep = evaluation.routing_sweep(model, TEST, num_selected_experts=[1], verbose=0)
     (row,) = sweep.rows
     assert row.gflop_per_image == pytest.approx(expected, rel=1e-12)
-
-
-def test_times_are_taken_in_turns(monkeypatch):
-    """With a clock that only `predict` moves."""
-    model = tiny.classifier(**MOE)
-    took = {"changed": [2.0, 30.0, 3.0], "unchanged": [1.0, 10.0, 2.0]}
-    now, calls = 0.0, []
-    predict = type(model).predict
-
-    def slow(self, images, **kwargs):
-        nonlocal now
-        name = "changed" if self is model else "unchanged"
-        calls.append((name, self.routers[0].capacity_factor))
-        # One order for the accuracies, one run to warm up.
-        run = sum(call[0] == name for call in calls) - (2 if self is model else 1)
-        now += took[name][run - 1] if run > 0 else 100.0
-        return predict(self, images, **kwargs)
-
-    monkeypatch.setattr(type(model), "predict", slow)
-    clock = types.SimpleNamespace(perf_counter=lambda: now)
-    monkeypatch.setattr(sweeps, "time", clock)
-    sweep = evaluation.routing_sweep(
-        model, TEST, capacity_factor=[0.5], time_repeats=3, verbose=0
-    )
-    (row,) = sweep.rows
-    assert row.seconds_per_image == 3.0 / len(TEST[0])
-    # The median of 2, 3 and 1.5
-    assert row.relative_time == 2.0
-    assert {name: factor for name, factor in calls} == {
-        "changed": 0.5,
-        "unchanged": 1.05,
-    }
-    names = [name for name, _ in calls[1:]]
-    assert names == 2 * ["changed", "unchanged", "unchanged", "changed"]
 
 
 @pytest.mark.parametrize("layers", [[1], [0, 1]])
@@ -139,12 +101,6 @@ def test_settings_are_put_back_after_an_error():
         (
             lambda m: evaluation.routing_sweep(m, ([], []), priority=["max"]),
             "0 images",
-        ),
-        (
-            lambda m: evaluation.routing_sweep(
-                m, TEST, priority=["max"], time_repeats=-1
-            ),
-            "time_repeats=-1",
         ),
     ],
 )

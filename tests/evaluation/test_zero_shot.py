@@ -138,7 +138,7 @@ GOOD = {"class_names": NAMES, "templates": TEMPLATES, "labels": [0, 1, 2]}
         ({"templates": ["{}", "a {name}"]}, r"templates with 'a \{name\}'"),
         ({"labels": [0, 1]}, r"shape=\(2,\), dtype=int64 for 3 images"),
         ({"labels": [0.0, 1.0, 2.0]}, "dtype=float64"),
-        ({"labels": ["aaab", "ccc", "ccc"]}, r"dtype=<U4.*class_names.index"),
+        ({"labels": ["aaab", "ccc", "ccc"]}, "dtype=<U4"),
         ({"labels": [0, 3, -1]}, r"3 classes, from 0 to 2.*with \[3, -1\]"),
     ],
 )

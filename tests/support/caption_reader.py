@@ -5,7 +5,7 @@ import re
 import numpy as np
 
 from experiments.synthetic import COLOR_NAMES
-from keras_softmoe.datasets.scenes import (
+from experiments.synthetic.scenes import (
     PLACE_NAMES,
     RELATION_NAMES,
     SHAPE_NAMES,

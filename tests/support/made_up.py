@@ -2,15 +2,12 @@
 
 from keras_softmoe.analysis import Routing
 from keras_softmoe.analysis.figures import FIGURES
-from keras_softmoe.analysis.report import ModelCard
-
-CARD = ModelCard("model", [], [])
 
 
 def routing(**parts):
     """A `Routing` with some parts, dicts from blocks to statistics."""
     none = {"blocks": {}, "soft": {}, "modalities": {}, "maps": {}}
-    return Routing(**{**none, **parts}, model=CARD)
+    return Routing(**{**none, **parts}, model="model")
 
 
 def plot(figure, given, blocks=None, **options):

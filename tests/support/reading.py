@@ -42,7 +42,6 @@ class Reading(html.parser.HTMLParser):
         headings: list of the texts of its sections.
         captions: list of what is written below its figures.
         images: list of its PNG files, as bytes.
-        tables: list of tables: lists of rows, lists of str.
         references: list of all that it refers to but images in the page itself.
     """
 
@@ -52,7 +51,7 @@ class Reading(html.parser.HTMLParser):
         super().__init__()
         self.title = ""
         self.headings, self.captions, self.images = [], [], []
-        self.tables, self.references = [], []
+        self.references = []
         self.open = []
         self.feed(pathlib.Path(path).read_text(encoding="utf-8"))
         self.close()
@@ -68,12 +67,6 @@ class Reading(html.parser.HTMLParser):
         kinds = {"h2": self.headings, "figcaption": self.captions}
         if tag in kinds:
             kinds[tag].append("")
-        elif tag == "table":
-            self.tables.append([])
-        elif tag == "tr":
-            self.tables[-1].append([])
-        elif tag in ("td", "th"):
-            self.tables[-1][-1].append("")
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
@@ -87,8 +80,6 @@ class Reading(html.parser.HTMLParser):
             self.headings[-1] += data
         elif inside == "figcaption":
             self.captions[-1] += data
-        elif inside in ("td", "th"):
-            self.tables[-1][-1][-1] += data
 
     def _refer(self, reference):
         start = "data:image/png;base64,"

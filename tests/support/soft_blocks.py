@@ -2,8 +2,11 @@
 
 import numpy as np
 
-from keras_softmoe.analysis.concentration import ConcentrationTotal
-from keras_softmoe.analysis.soft import TOKEN_WEIGHT_EDGES, SoftStatistics
+from keras_softmoe.analysis.soft import (
+    TOKEN_WEIGHT_EDGES,
+    ConcentrationTotal,
+    SoftStatistics,
+)
 
 NUM_EXPERTS, SLOTS, NUM_TOKENS, NUM_GROUPS = 3, 2, 5, 4
 

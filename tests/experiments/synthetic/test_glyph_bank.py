@@ -4,7 +4,7 @@ import unicodedata
 import numpy as np
 import pytest
 
-from experiments.synthetic import GLYPH_CLASSES, _glyph_bank as glyph_bank, fonts
+from experiments.synthetic import GLYPH_CLASSES, fonts, glyph_bank
 from tests.support.close import assert_near
 
 

@@ -1,15 +1,16 @@
 import os
-import sys
 
 import numpy as np
 import pytest
 
-from experiments.synthetic import GLYPH_CLASSES, _resampling as resampling, glyphs
+from experiments.synthetic import (
+    GLYPH_CLASSES,
+    distortion,
+    glyph_images as module,
+    glyphs,
+)
 from keras_softmoe.datasets import digits
 from tests.support.close import assert_near
-
-# The package shows the function under the module's name.
-module = sys.modules["experiments.synthetic._glyphs"]
 
 
 def test_shapes_types_and_classes():
@@ -190,8 +191,8 @@ def test_failed_write_leaves_nothing_behind(tmp_path, monkeypatch):
 @pytest.mark.parametrize("source, size", [(8, 8), (8, 32), (10, 32), (3, 7)])
 def test_resampling_matrices(source, size):
     up, down = (
-        resampling.bilinear_matrix(size, source),
-        resampling.area_matrix(source, size),
+        distortion.bilinear_matrix(size, source),
+        distortion.area_matrix(source, size),
     )
     assert up.shape == (size, source)
     assert down.shape == (source, size)

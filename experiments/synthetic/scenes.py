@@ -64,7 +64,7 @@ HELD_OUT_COMBINATIONS = tuple(
     if _is_held_out(*divmod(index, len(COLOR_NAMES)))
 )
 
-# Things in one picture, at most.
+# Things in one image, at most.
 MOST_THINGS = 3
 
 # Radii (of the circle around a shape, nearly). A lone thing has more room; among
@@ -151,7 +151,7 @@ def sample_scenes(number, combinations, rng):
 
 
 def arrange(scenes, rng):
-    """`Things` that make the scenes true; no two touch, none leaves the picture."""
+    """`Things` that make the scenes true; no two touch, none leaves the image."""
     number = len(scenes.labels)
     share = rng.random((number, MOST_THINGS))
     lone, pair = scenes.places >= 0, scenes.relations >= 0

@@ -1,4 +1,4 @@
-"""Synthetic pictures of letters and signs: an upstream task that needs no network."""
+"""Synthetic images of letters and signs: an upstream task that needs no network."""
 
 import functools
 import hashlib
@@ -10,18 +10,22 @@ from typing import NamedTuple
 import keras
 import numpy as np
 
-from experiments.synthetic._glyph_bank import glyph_bank
-from experiments.synthetic._resampling import area_matrix, bilinear_matrix
-from experiments.synthetic.distortion import sample_fields, warped_grid
+from experiments.synthetic.distortion import (
+    area_matrix,
+    bilinear_matrix,
+    sample_fields,
+    warped_grid,
+)
 from experiments.synthetic.fonts import OFFSET, STEPS, import_matplotlib
+from experiments.synthetic.glyph_bank import glyph_bank
 from keras_softmoe.checks import check_whole_numbers
 from keras_softmoe.files import atomic_file
 
-# Raise with any change to the pictures: old caches are then left alone.
+# Raise with any change to the images: old caches are then left alone.
 _VERSION = 1
 # Images are drawn in blocks, one random stream each. Part of what a seed means.
 _BLOCK = 256
-# Sides, in pixels, of the coarse grids that a picture may have passed through.
+# Sides, in pixels, of the coarse grids that an image may have passed through.
 # (0: none.) All are equally likely, so the commonest is listed most often.
 _COARSE = (0, 0, 0, 8, 8, 8, 8, 10, 12, 16)
 # Places that are tried for a distractor.
@@ -39,55 +43,42 @@ def glyphs(
     distractors: int = 0,
     glyph_size: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Synthetic images of letters and signs, `len(GLYPH_CLASSES)` classes.
+    """Draw synthetic images of letters and signs, `len(GLYPH_CLASSES)` classes.
 
     Latin, Greek, Cyrillic, Armenian, Georgian and Hebrew letters, punctuation and
-    mathematical signs, white on black. They are drawn from the fonts that ship inside
-    matplotlib, as print or as the path of a pen along the centre lines, in random
-    weight, sharpness and contrast, under rotation, scaling, shear, perspective and a
-    smooth warp, at random resolution (down to 8 x 8, then enlarged) and with noise.
+    mathematical signs, white on black, from the fonts inside matplotlib: as print or as
+    the path of a pen, in random weight, sharpness and contrast, distorted, at random
+    resolution (down to 8 x 8, then enlarged) and with noise. No digit of any script,
+    and no letter that resembles one, except Latin letters (O, I, S, Z, B, q).
 
-    No digit of any script is a class. Latin letters are kept even where they resemble
-    a digit (O, I, S, Z, B, q); letters of other scripts that do are left out.
-
-    In the middle of the image the position of a patch tells much of what it shows.
-    `placement="anywhere"` and `distractors` take that away: the glyph is somewhere on a
-    larger canvas, among pieces of strokes of other glyphs.
-
-    Image `i` depends on `seed` and `i` alone: a smaller set is the beginning of a
-    larger one, and parts made with `start` join to the whole. The pictures are the
-    same as long as the versions of matplotlib, Pillow and NumPy are; another processor
-    may round a grey value up instead of down.
+    Image `i` depends on `seed` and `i` alone. Other versions of matplotlib, Pillow and
+    NumPy, and other processors, may round grey values differently.
 
     Args:
         num_images: int, number of images, at least 1.
         image_size: int, side of the images in pixels, at least 8.
-        seed: int, at least 0. Another seed gives other images of the same classes.
+        seed: int, at least 0.
         start: int, index of the first image, at least 0.
-        cache_dir: optional path of a directory. The set is stored there once
-            complete and read from there the next time.
+        cache_dir: optional path of a directory, where the set is stored.
         verbose: int, 0 for silence, 1 for a progress bar.
         placement: `"center"`, or `"anywhere"`: each place within the image is equally
             likely.
-        distractors: int, at least 0: pieces of other glyphs, half as high and wide,
-            that lie anywhere in the image: of some places the one that covers least of
-            the glyph.
+        distractors: int, pieces of other glyphs, half as high and wide, that lie
+            anywhere in the image: of some places the one that covers least of the
+            glyph.
         glyph_size: int from 8 to `image_size`, side in pixels of the square in which
             the glyph is drawn. If `None` the whole image for `"center"`, two thirds
             of its side for `"anywhere"`.
 
     Returns:
-        Tuple of the images, uint8 of shape (num_images, image_size, image_size, 3) in
-        0..255 with equal channels, and the labels, int32 of shape (num_images,),
-        indices into `GLYPH_CLASSES`.
+        Tuple of the images, uint8 of shape (num_images, image_size, image_size, 3) with
+        equal channels, and the labels, int32 of shape (num_images,).
 
     Raises:
-        ValueError: If a number is out of range, or there is no such placement.
-        ImportError: If matplotlib is missing (the extra `viz`).
+        ValueError: if a number is out of range, or there is no such placement.
 
     Examples:
         >>> images, labels = glyphs(28, image_size=32, cache_dir="cache")
-        >>> GLYPH_CLASSES[labels[0]]
     """
     check_whole_numbers(1, num_images=num_images)
     check_whole_numbers(8, image_size=image_size)
@@ -193,14 +184,14 @@ def _beside(corner, layout, side, rng):
     return tries[covered.argmin(axis=0), :, np.arange(_BLOCK)].T
 
 
-def _put(canvas, pictures, corner):
-    """Draw a picture on each canvas, white over black."""
-    squares = _squares(corner, pictures.shape[1])
-    canvas[squares] = np.maximum(canvas[squares], pictures)
+def _put(canvas, images, corner):
+    """Draw an image on each canvas, white over black."""
+    squares = _squares(corner, images.shape[1])
+    canvas[squares] = np.maximum(canvas[squares], images)
 
 
 def _squares(corner, side):
-    """Index of squares in a batch of pictures; `corner` `(2, B)`: top, left."""
+    """Index of squares in a batch of images; `corner` `(2, B)`: top, left."""
     top, left = corner[..., None] + np.arange(side)
     return np.arange(_BLOCK)[:, None, None], top[:, :, None], left[:, None, :]
 

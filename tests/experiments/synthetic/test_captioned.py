@@ -1,0 +1,191 @@
+"""Scenes of colored shapes and their captions.
+
+The images are compared with drawn ones in `tests/datasets/test_samples.py`.
+"""
+
+import functools
+
+import numpy as np
+import pytest
+
+from experiments.synthetic import (
+    COLOR_NAMES,
+    HELD_OUT_COMBINATIONS,
+    SHAPE_COLOR_CLASSES,
+    captioned_shapes,
+)
+from experiments.synthetic.captions import CaptionedShapes
+from experiments.synthetic.scenes import (
+    PLACE_NAMES,
+    RELATION_NAMES,
+    SHAPE_NAMES,
+    SIZE_NAMES,
+    arrange,
+    sample_scenes,
+)
+from tests.support.caption_reader import is_true, read_caption, scene_of
+
+HELD_OUT = [SHAPE_COLOR_CLASSES.index(name) for name in HELD_OUT_COMBINATIONS]
+
+
+@functools.cache
+def some(combinations="train", image_size=16):
+    return captioned_shapes(
+        2000, image_size=image_size, combinations=combinations, verbose=0
+    )
+
+
+# === Attributes ===
+
+
+def test_shapes_types_and_names():
+    data = some()
+    assert isinstance(data, CaptionedShapes)
+    assert data.images.shape == (2000, 16, 16, 3)
+    assert data.images.dtype == np.uint8
+    assert data.captions.shape == (2000,)
+    assert data.captions.dtype.kind == "U"
+    for name, attribute in list(data._asdict().items())[2:]:
+        assert attribute.shape == (2000,), name
+        assert attribute.dtype == np.int32, name
+    assert len(SHAPE_COLOR_CLASSES) == len(SHAPE_NAMES) * len(COLOR_NAMES) == 64
+    for index, name in enumerate(SHAPE_COLOR_CLASSES):
+        shape, color = divmod(index, len(COLOR_NAMES))
+        assert name == f"{COLOR_NAMES[color]} {SHAPE_NAMES[shape]}"
+
+
+def test_every_scene_is_of_one_of_three_kinds():
+    data = some()
+    lone, pair = data.places >= 0, data.relations >= 0
+    group = data.counts > 1
+    np.testing.assert_array_equal(lone.astype(int) + pair + group, 1)
+    for attribute in (data.second_labels, data.second_sizes):
+        np.testing.assert_array_equal(attribute >= 0, pair)
+    assert np.all(data.labels[pair] != data.second_labels[pair])
+    assert min(lone.sum(), pair.sum(), group.sum()) > 300
+    # Everything occurs, about equally often.
+    for attribute, where, number in (
+        (data.sizes, lone, len(SIZE_NAMES)),
+        (data.places, lone, len(PLACE_NAMES)),
+        (data.relations, pair, len(RELATION_NAMES)),
+        (data.counts - 2, group, 2),
+        (data.second_sizes, pair, len(SIZE_NAMES)),
+    ):
+        counts = np.bincount(attribute[where], minlength=number)
+        assert len(counts) == number
+        assert counts.min() > 0.6 * counts.mean()
+
+
+def test_held_out_combinations_are_balanced():
+    shape, color = np.divmod(HELD_OUT, len(COLOR_NAMES))
+    np.testing.assert_array_equal(np.bincount(shape), 2)
+    np.testing.assert_array_equal(np.bincount(color), 2)
+    assert HELD_OUT == sorted(HELD_OUT)
+
+
+def test_parts_hold_their_combinations():
+    for combinations, expected in (
+        ("train", set(range(64)) - set(HELD_OUT)),
+        ("held_out", set(HELD_OUT)),
+        ("all", set(range(64))),
+    ):
+        data = some(combinations)
+        assert set(data.labels) == expected
+        second = set(data.second_labels) - {-1}
+        assert second == (set() if combinations == "held_out" else expected)
+
+
+# === Captions ===
+
+
+@pytest.mark.parametrize("combinations", ["train", "held_out", "all"])
+def test_captions_are_true(combinations):
+    data = some(combinations)
+    for index, caption in enumerate(data.captions):
+        scene = scene_of(data, index)
+        assert is_true(read_caption(caption), scene), (caption, scene)
+    # The reader overlooks little: captions of other scenes are false.
+    wrong = [
+        is_true(read_caption(caption), scene_of(data, index - 1))
+        for index, caption in enumerate(data.captions)
+    ]
+    assert np.mean(wrong) < 0.03 or combinations == "held_out"
+
+
+def test_no_training_caption_names_a_held_out_combination():
+    named = set()
+    for caption in some().captions:
+        for mention in read_caption(caption)[0]:
+            named.add(f"{mention['color']} {mention['shape']}")
+    assert not named & set(HELD_OUT_COMBINATIONS)
+    assert named >= set(SHAPE_COLOR_CLASSES) - set(HELD_OUT_COMBINATIONS)
+
+
+def test_captions_vary_and_mention_a_part():
+    captions = some().captions.tolist()
+    assert len(set(captions)) > 1500
+    read = [read_caption(caption) for caption in captions]
+    for name, least, most in (
+        ("color", 0.8, 0.98),
+        ("shape", 0.85, 0.99),
+        ("size", 0.2, 0.6),
+        ("count", 0.1, 0.3),
+        ("place", 0.15, 0.45),
+    ):
+        mentioned = np.mean([mentions[0][name] is not None for mentions, _ in read])
+        assert least < mentioned < most, name
+    assert 0.1 < np.mean([relation is not None for _, relation in read]) < 0.35
+
+
+# === Images ===
+
+
+@pytest.mark.parametrize("combinations", ["train", "held_out"])
+def test_things_are_whole_and_apart(combinations):
+    rng = np.random.default_rng(0)
+    things = arrange(sample_scenes(20_000, combinations, rng), rng)
+    there = things.labels >= 0
+    for place in (things.x, things.y):
+        edges = place - things.radius, place + things.radius
+        assert np.all(((edges[0] > 0.015) & (edges[1] < 0.985))[there])
+    # Corners of a triangle are the furthest, at sqrt(0.75 + 0.75 ** 2) radii.
+    reach = 1.146 * things.radius
+    for i, j in ((0, 1), (0, 2), (1, 2)):
+        both = there[:, i] & there[:, j]
+        distance = np.hypot(*(part[:, i] - part[:, j] for part in (things.x, things.y)))
+        assert np.all((distance > reach[:, i] + reach[:, j] + 0.015)[both])
+
+
+# === The function ===
+
+
+def test_scene_depends_on_seed_and_index_only():
+    def make(number, start=0, seed=3):
+        return captioned_shapes(number, 16, seed=seed, start=start, verbose=0)
+
+    whole = make(600)
+    for start, number in ((0, 10), (250, 20), (256, 5), (300, 300), (599, 1)):
+        for part, everything in zip(make(number, start), whole, strict=True):
+            np.testing.assert_array_equal(part, everything[start : start + number])
+    other = make(600, seed=4)
+    assert not np.array_equal(other.images, whole.images)
+    assert not np.array_equal(other.captions, whole.captions)
+    # No block repeats another one.
+    assert len(np.unique(whole.images.reshape(600, -1), axis=0)) == 600
+
+
+@pytest.mark.parametrize(
+    "arguments, received",
+    [
+        ({"num_images": 0}, "num_images=0"),
+        ({"num_images": 2.0}, "num_images=2.0"),
+        ({"num_images": 1, "image_size": 15}, "image_size=15"),
+        ({"num_images": 1, "seed": -1}, "seed=-1"),
+        ({"num_images": 1, "start": -1}, "start=-1"),
+        ({"num_images": 1, "combinations": "test"}, "combinations='test'"),
+        ({"num_images": 1, "combinations": None}, "combinations=None"),
+    ],
+)
+def test_bad_arguments(arguments, received):
+    with pytest.raises(ValueError, match=f"Received: {received}"):
+        captioned_shapes(**arguments)
