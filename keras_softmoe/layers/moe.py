@@ -194,7 +194,7 @@ class MoE(Layer):
         return math.prod(inputs_shape[1:-1])
 
     def _slot_shape(self, inputs_shape):
-        """Return the shape of what a slot holds."""
+        """Return the shape of the input of an expert in one slot."""
         return (inputs_shape[-1],)
 
     @property

@@ -1,4 +1,4 @@
-"""Policies of capacity and scores, and what all policies share.
+"""Policies of capacity and scores, and the base of all policies.
 
 A sparse router has one policy of each kind:
 

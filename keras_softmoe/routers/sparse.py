@@ -22,10 +22,13 @@ from keras_softmoe.routers.lengths import (
     mean_of_groups,
     slots_by_length,
 )
-from keras_softmoe.routers.loss_files import (
+from keras_softmoe.routers.losses import (
+    Routed,
+    RoutingLoss,
+    checked_losses,
     serialize_loss,
+    with_losses,
 )
-from keras_softmoe.routers.losses import Routed, RoutingLoss, checked_losses
 from keras_softmoe.routers.router import Decision, Router
 from keras_softmoe.routers.scores import (
     Capacity,
@@ -397,6 +400,10 @@ class SparseRouter(Router, PolicySettings):
     @property
     def mutable_settings(self):
         return (*mutable_settings(self.policies), "random_logits")
+
+    @classmethod
+    def from_config(cls, config):
+        return super().from_config(with_losses(config, cls.default_losses))
 
     def get_config(self):
         averaged = self.loss_weight is not None

@@ -229,8 +229,8 @@ FAULTS = (
     ),
     Fault(
         "the load of the noisy logits",
-        "_normal_cdf((logits - threshold) / noise_std)",
-        "_normal_cdf((noisy_logits - threshold) / noise_std)",
+        "normal = (logits - threshold) / noise_std",
+        "normal = (noisy_logits - threshold) / noise_std",
         LOSSES,
     ),
     Fault(

@@ -1,6 +1,6 @@
 """Gated experts, shared experts and routing by image, beside their twins.
 
-Also for `layers/moe_arguments.py` and `layers/slots.py`.
+Also for `layers/moe_arguments.py`, `layers/mlp.py` and `layers/image_moe.py`.
 """
 
 import keras

@@ -1,6 +1,6 @@
 """Experts of any layer: outputs, initial weights, files and refusals.
 
-Also for `layers/template.py` and `layers/slots.py`.
+Also for `layers/template.py`.
 """
 
 import keras
