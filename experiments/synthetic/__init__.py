@@ -5,8 +5,8 @@ captions: uint8 images of shape (images, height, width, 3), 0 to 255, and int32 
 `python -m experiments.synthetic` writes the samples in `keras_softmoe.datasets`.
 """
 
-from experiments.synthetic._glyph_bank import GLYPH_CLASSES as GLYPH_CLASSES
-from experiments.synthetic._glyphs import glyphs as glyphs
+from experiments.synthetic.glyph_bank import GLYPH_CLASSES as GLYPH_CLASSES
+from experiments.synthetic.glyph_images import glyphs as glyphs
 from keras_softmoe.datasets.captioned import (
     captioned_shapes as captioned_shapes,
 )

@@ -1,10 +1,12 @@
 """Experts in models of other libraries, and in those of a user.
 
-Covers `models/with_experts/copies.py`, `models/with_experts/token_shapes.py`,
-`models/with_experts/mlp_sites.py`, `models/with_experts/experts_from_mlps.py`,
-`evaluation/traced_cost.py`, `keras_adapter/surgery.py`, `keras_adapter/products.py`.
+Covers `models/with_experts/copies.py`, `models/with_experts/token_shapes.py`, `models/with_experts/mlp_sites.py`,
+`models/with_experts/experts_from_mlps.py`, `evaluation/traced_cost.py`, `keras_adapter/surgery.py`,
+`keras_adapter/products.py`.
 
-All families, and the table of them, run with `--all-families`.
+All families, and the table of them:
+
+    KERAS_BACKEND=torch python -m pytest tests/converters/test_add_experts.py --all-families
 """
 
 import keras
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 from keras import ops
 
-from experiments import family_table
+from experiments import measured as kept
 from keras_softmoe import analysis, converters, evaluation, layers, models, routers
 from keras_softmoe.keras_adapter.surgery import sublayers
 from tests.support import close, families, tiny
@@ -88,7 +90,7 @@ def rows(pytestconfig):
             }
             for family, row in found.items()
         }
-        family_table.write(BACKEND, rounded)
+        kept.write_families(BACKEND, rounded)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -100,10 +102,6 @@ def test_family(family, rows, tmp_path):
     assert row["experts"] == ("template" if family in templates else "bank")
     assert row["from dense"] < 1e-5 and row["from file"] < 1e-6
     assert row["a step"] > 1e-4
-
-
-def test_the_table_is_that_of_the_measurements():
-    assert family_table.PAGE.read_text(encoding="utf-8") == family_table.page()
 
 
 # === The model with experts ===

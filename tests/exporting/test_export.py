@@ -20,9 +20,9 @@ import onnx
 import pytest
 
 import keras_softmoe as ksm
-from experiments import export_table
+from experiments import measured as kept
 from keras_softmoe import layers, models, routers
-from keras_softmoe.exporting import export as export_file
+from keras_softmoe.exporting import export as _export
 from keras_softmoe.exporting import export_model
 from keras_softmoe.exporting.export import FORMATS
 from tests import skips
@@ -135,13 +135,13 @@ def export_all(models_and_files, folder):
         if backend == BACKEND:
             export_model(model, file, format, verbose=False)
             continue
-        job = export_file.checked_job(model, file, format)
+        job = _export.checked_job(model, file, format)
         aside = folder / f"job{number}"
         aside.mkdir()
-        saved = export_file.save_job(model, file, job, backend, aside)
+        saved = _export.save_job(model, file, job, backend, aside)
         by_backend.setdefault(backend, []).append(saved)
     for backend, jobs in by_backend.items():
-        export_file.run_jobs(jobs, backend)
+        _export.run_jobs(jobs, backend)
 
 
 def test_every_router_and_every_format(tmp_path, pytestconfig):
@@ -167,7 +167,7 @@ def test_every_router_and_every_format(tmp_path, pytestconfig):
         for router, format in cells
     }
     if complete:
-        export_table.write(BACKEND, found)
+        kept.write_exports(BACKEND, found)
     assert {cell: error for cell, error in found.items() if error > TOLERANCE} == {}
 
 
@@ -348,11 +348,9 @@ def test_unknown_format(tmp_path, file, arguments, message):
 
 
 def test_missing_package(tmp_path, monkeypatch):
-    found = export_file.find_spec
+    found = _export.find_spec
     monkeypatch.setattr(
-        export_file,
-        "find_spec",
-        lambda name: None if name == "tf2onnx" else found(name),
+        _export, "find_spec", lambda name: None if name == "tf2onnx" else found(name)
     )
     with pytest.raises(ImportError, match="pip install tf2onnx"):
         classifier("soft").export(tmp_path / "model.onnx", format="onnx")

@@ -5,7 +5,6 @@ import keras
 from tests.torture import (
     arguments,
     checkpoints,
-    command_lines,
     downloads,
     faults,
     foreign,
@@ -43,11 +42,6 @@ PARTS = {
         arguments.bad_calls,
         _each(1200, 300),
         200,
-    ),
-    "command lines": (
-        command_lines.bad_command_lines,
-        {"torch": 120},
-        4,
     ),
     "damaged presets": (
         presets.damaged_presets,
