@@ -160,8 +160,7 @@ bench: install
 	for backend in $(BACKENDS); do \
 	    KERAS_BACKEND=$$backend $(VENV)/python benchmarks/run.py $(BENCH) || exit; \
 	done
-	$(VENV)/python benchmarks/tables.py --output benchmarks/RESULTS.md \
-	    --page docs/results/speed.md
+	$(VENV)/python -m experiments.pages
 
 # About two hours of one core. Each backend says what it found; the table comes last, and
 # the cases that failed are in build/torture/.

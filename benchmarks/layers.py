@@ -15,8 +15,6 @@ contain.
 
 Only the ratios of times within a round mean something on another machine, or on one
 that has other work to do.
-
-    KERAS_BACKEND=jax python benchmarks/layers.py --shapes paper --layers soft_128x1
 """
 
 import gc
@@ -28,7 +26,7 @@ import numpy as np
 import report
 import rivals
 from keras import ops
-from timing import one_pass
+from timing import contest, one_pass, step, summarize
 
 import keras_softmoe as ksm
 from keras_softmoe.ops import DenseRouting
@@ -56,6 +54,12 @@ LONG_SHAPES = {
     "paper": Shapes(images=8, tokens=577, width=384, mlp_dim=1536),
 }
 
+# Images, tokens of an image, width, width of an expert, slots; and numbers of experts.
+SCALING = {
+    "small": (8, 49, 64, 128, 64, (4, 16, 64)),
+    "paper": (64, 196, 256, 512, 1024, (8, 32, 128, 512, 1024)),
+}
+
 _routers = ksm.routers
 # As many slots as in all results so far: those of the released code's rounding.
 ROUNDED_UP = {"rounding": "ceil", "multiple_of": 4}
@@ -67,16 +71,12 @@ ROUTERS = {
         32, priority="max", **ROUNDED_UP
     ),
     "expert_choice": lambda: _routers.SoftmaxExpertChoiceRouter(32, **ROUNDED_UP),
-    "sinkhorn_token_choice": lambda: _routers.SinkhornTokenChoiceRouter(
-        32, priority="max", **ROUNDED_UP
-    ),
     "sinkhorn_expert_choice": lambda: _routers.SinkhornExpertChoiceRouter(
         32, **ROUNDED_UP
     ),
     "sparse_transport": lambda: _routers.SparseTransportExpertChoiceRouter(
         32, **ROUNDED_UP
     ),
-    "identity": lambda: _routers.IdentityRouter(32),
     "biased_token_choice": lambda: _routers.SoftmaxTokenChoiceRouter(
         32, score="sigmoid", bias_update_rate=0.001, priority="max", **ROUNDED_UP
     ),
@@ -84,19 +84,6 @@ ROUTERS = {
     # Of eight images in a group each expert takes two.
     "whole_images": lambda: _routers.SoftmaxTokenChoiceRouter(4),
 }
-
-# Those that are timed unless others are named.
-MAIN_LAYERS = (
-    "soft_128x1",
-    "soft_32x6",
-    "token_choice",
-    "expert_choice",
-    "sinkhorn_expert_choice",
-    "sparse_transport",
-    "biased_token_choice",
-    "expert_race",
-    "whole_images",
-)
 
 # Those that can gather.
 SPARSE_LAYERS = ("token_choice", "expert_choice")
@@ -153,14 +140,14 @@ def multiply_adds(shapes):
     return sum(prod(left) * right[-1] for left, right in shapes)
 
 
-def competitors(router, shapes, dispatcher, by_image=False):
+def competitors(router, shapes, by_image=False):
     """The MoE layer, its equal in the dense world, its products and its rivals.
 
     Returns:
         Dict from name to built layer, and the inputs.
     """
     input_shape = (shapes.images, shapes.tokens, shapes.width)
-    moe = moe_layer(router, shapes, dispatcher, by_image)
+    moe = moe_layer(router, shapes, "auto", by_image)
     products = product_shapes(moe, *input_shape)
     mlp_dim = multiply_adds(products) / (2 * prod(input_shape))
     dense = ksm.layers.MLP(max(1, round(mlp_dim)))
@@ -189,11 +176,11 @@ def inputs_of(shapes):
     return np.random.default_rng(0).standard_normal(input_shape, "float32")
 
 
-def measure(names, shapes, patience, dispatcher="auto", jit_compile=False):
+def measure(names, shapes, patience, jit_compile=False):
     """Time the named layers. Yields one row per layer and pass."""
     for name in names:
         layers, inputs = competitors(
-            ROUTERS[name](), shapes, dispatcher, by_image=name == "whole_images"
+            ROUTERS[name](), shapes, by_image=name == "whole_images"
         )
         yield from both_passes(name, layers, inputs, patience, jit_compile)
         # The experts of the next layer need the room.
@@ -232,6 +219,32 @@ def measure_dispatch(names, shapes, patience, jit_compile=False):
         )
 
 
+def measure_scaling(options):
+    """Time a Soft MoE layer as experts multiply and slots stay as many: a row for each.
+
+    It costs as much as it has slots, whatever the number of experts that share them
+    (Soft MoE, section 2.2 and figure 6).
+    """
+    images, tokens, width, mlp_dim, slots, numbers = SCALING[options.shapes]
+    inputs = inputs_of(Shapes(images, tokens, width, mlp_dim))
+    inputs = inputs.astype(keras.config.dtype_policy().compute_dtype)
+    steps = {}
+    for number in numbers:
+        # Equal experts are there sooner, and take no less time when called.
+        layer = ksm.layers.SoftMoE(
+            number, mlp_dim, slots_per_expert=slots // number, equal_experts=True
+        )
+        layer.build(inputs.shape)
+        steps[f"{number} experts"] = step(
+            layer, inputs, jit_compile=options.jit_compile
+        )
+    results = contest(steps, report.patience(options))
+    fewest, *others = steps
+    for name in others:
+        row = {"name": name, "slots": slots, "pass": "forward"}
+        yield {**row, **summarize(*results, name, [fewest])}
+
+
 def both_passes(name, layers, inputs, patience, jit_compile):
     """Let layers take turns, first forward, then forward and backward."""
     inputs = inputs.astype(keras.config.dtype_policy().compute_dtype)
@@ -241,30 +254,13 @@ def both_passes(name, layers, inputs, patience, jit_compile):
 
 
 def measure_all(options):
-    """Rows of all contests of layers, for `report.run_alone`."""
+    """Rows of all contests of layers."""
     patience, jit_compile = report.patience(options), options.jit_compile
-    names = getattr(options, "layers", MAIN_LAYERS)
-    dispatcher = getattr(options, "dispatcher", "auto")
-    yield from measure(names, SHAPES[options.shapes], patience, dispatcher, jit_compile)
+    names = options.layers
+    yield from measure(names, SHAPES[options.shapes], patience, jit_compile)
     sparse = [name for name in names if name in SPARSE_LAYERS]
     if "token_choice" in names:
         yield from measure_dropless(SHAPES[options.shapes], patience, jit_compile)
     yield from measure_dispatch(
         sparse, LONG_SHAPES[options.shapes], patience, jit_compile
     )
-
-
-def main(arguments=None):
-    """Command line: see `--help`."""
-    parser = report.command_line(__doc__, SHAPES)
-    parser.add_argument(
-        "--layers", nargs="+", choices=ROUTERS, default=list(MAIN_LAYERS)
-    )
-    parser.add_argument(
-        "--dispatcher", choices=("auto", "gather", "einsum"), default="auto"
-    )
-    report.run_alone("layers", parser.parse_args(arguments), measure_all)
-
-
-if __name__ == "__main__":
-    main()

@@ -8,10 +8,9 @@ the figure is the peak during the second one, less what the process held before 
 model was built. On an accelerator it is the peak of the device's memory, as the backend
 counts it, from the start of the process. The models have four blocks, the last two with
 experts: weights and activations grow with the number of blocks alike.
-
-    KERAS_BACKEND=jax python benchmarks/memory.py --shapes paper
 """
 
+import argparse
 import concurrent.futures
 import functools
 import gc
@@ -24,7 +23,6 @@ import sys
 import keras
 import models
 import report
-from loading import peak_memory
 from timing import fit_step
 
 import keras_softmoe as ksm
@@ -70,6 +68,13 @@ def _train(backbone, shapes):
     return peak_memory()
 
 
+def peak_memory():
+    """Largest resident memory of this process so far, in bytes."""
+    status = pathlib.Path("/proc/self/status").read_text(encoding="utf-8")
+    (line,) = (line for line in status.splitlines() if line.startswith("VmHWM"))
+    return 1024 * int(line.split()[1])
+
+
 def _forget_peak():
     """Let the peak of resident memory start over from what is resident now."""
     # Linux, see proc(5).
@@ -95,7 +100,7 @@ def device_peak():
 
 
 def measure_all(options):
-    """Rows of all variants, each from a process of its own, for `report.run_alone`."""
+    """Rows of all variants, each from a process of its own."""
     first, *others = VARIANTS
     row = _measure_apart(first, options)
     yield row
@@ -119,19 +124,15 @@ def _measure_apart(name, options):
     return {"name": name, "pass": "fit", **json.loads(process.stdout)}
 
 
-def main(arguments=None):
-    """Command line: see `--help`."""
-    parser = report.command_line(__doc__, models.SHAPES)
-    parser.add_argument(
-        "--variant", choices=VARIANTS, help="train this one here, and print its figures"
-    )
-    options = parser.parse_args(arguments)
-    if options.variant:
-        keras.config.set_dtype_policy(options.dtype)
-        shapes = models.SHAPES[options.shapes]._replace(num_layers=4)
-        print(json.dumps(figures(options.variant, shapes)))
-    else:
-        report.run_alone("memory", options, measure_all)
+def main():
+    """Train one variant in this process, and print its figures."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name in ("variant", "shapes", "dtype"):
+        parser.add_argument(f"--{name}", required=True)
+    options = parser.parse_args()
+    keras.config.set_dtype_policy(options.dtype)
+    shapes = models.SHAPES[options.shapes]._replace(num_layers=4)
+    print(json.dumps(figures(options.variant, shapes)))
 
 
 if __name__ == "__main__":

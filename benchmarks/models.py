@@ -6,8 +6,6 @@ would take 7.5 GB). The other dense ViTs are KerasHub's `ViTBackbone` and, on Py
 the ViT of `transformers`, see `rivals.py`. (Without an accelerator all but the forward
 pass of the Soft MoE is measured on a quarter of a batch, and its step of `fit` on a
 whole one too: the more images, the less the updates of many experts weigh.)
-
-    KERAS_BACKEND=jax python benchmarks/models.py --shapes paper
 """
 
 import gc
@@ -17,7 +15,7 @@ import keras
 import numpy as np
 import report
 import rivals
-from timing import compare, fit_step, one_pass
+from timing import fit_step, one_pass, row_of_pass
 
 import keras_softmoe as ksm
 
@@ -40,14 +38,7 @@ class Shapes(NamedTuple):
     @property
     def vit(self):
         """The arguments that all dense ViTs need."""
-        return {
-            "image_size": self.image_size,
-            "patch_size": self.patch_size,
-            "num_layers": self.num_layers,
-            "num_heads": self.num_heads,
-            "hidden_dim": self.hidden_dim,
-            "mlp_dim": self.mlp_dim,
-        }
+        return dict(list(self._asdict().items())[1:7])
 
 
 SHAPES = {
@@ -61,13 +52,11 @@ NUM_CLASSES = 1000
 
 def backbone(shapes, **changes):
     """A `ViTMoEBackbone`: the dense twin of the Soft MoE, unless `changes` say else."""
+    sizes = shapes.vit
+    side = sizes.pop("image_size")
     arguments = {
-        "image_shape": (shapes.image_size, shapes.image_size, 3),
-        "patch_size": shapes.patch_size,
-        "num_layers": shapes.num_layers,
-        "num_heads": shapes.num_heads,
-        "hidden_dim": shapes.hidden_dim,
-        "mlp_dim": shapes.mlp_dim,
+        "image_shape": (side, side, 3),
+        **sizes,
         "pooling": "gap",
         "position_embedding": "sincos2d",
         "use_qk_norm": True,
@@ -191,27 +180,13 @@ def fit_pass(name, features, inputs, labels, patience):
         key: fit_step(classifier(of_model), inputs[key], labels)
         for key, of_model in features.items()
     }
-    return {
-        "name": name,
-        "pass": "fit",
-        "images": len(labels),
-        **compare(steps, patience),
-    }
+    row = row_of_pass(name, steps, True, patience)
+    return {**row, "pass": "fit", "images": len(labels)}
 
 
 def measure_all(options):
-    """Rows of all contests of models, for `report.run_alone`."""
+    """Rows of all contests of models."""
     shapes, patience = SHAPES[options.shapes], report.patience(options)
     yield from measure_twins(shapes, patience, options.jit_compile)
     gc.collect()
     yield from measure_dense(shapes, patience, options.jit_compile)
-
-
-def main(arguments=None):
-    """Command line: see `--help`."""
-    options = report.command_line(__doc__, SHAPES).parse_args(arguments)
-    report.run_alone("models", options, measure_all)
-
-
-if __name__ == "__main__":
-    main()

@@ -8,11 +8,11 @@ they are:
 
     export REFERENCE_PYTHON=reference/bin/python
     export REFERENCE_PATH=vmoe:vision_transformer
-    KERAS_BACKEND=jax python benchmarks/reference.py --shapes paper
+    KERAS_BACKEND=jax python benchmarks/run.py --shapes paper --sections reference
 
 Without `REFERENCE_PYTHON` the released code runs in this process, if its packages are
 installed here: on an accelerator a call takes less than a message to another process.
-With these variables `run.py`, and so `make bench`, measures them too.
+Without these variables the section stays empty.
 """
 
 import contextlib
@@ -167,7 +167,7 @@ def _arguments(rival, name, shapes, backward):
 
 
 def measure_all(options):
-    """Rows of all contests, for `report.run_alone`."""
+    """Rows of all contests."""
     shapes, patience = layers.SHAPES[options.shapes], report.patience(options)
     for name in RIVALS if is_there() else ():
         ours = layers.moe_layer(layers.ROUTERS[name](), shapes, "auto")
@@ -179,19 +179,3 @@ def measure_all(options):
         # The experts of the next layer need the room.
         del ours
         gc.collect()
-
-
-def main(arguments=None):
-    """Command line: see `--help`."""
-    parser = report.command_line(__doc__, layers.SHAPES)
-    options = parser.parse_args(arguments)
-    if not is_there():
-        parser.error(
-            "set REFERENCE_PATH, and KERAS_BACKEND to jax: see the docstring of "
-            "benchmarks/reference.py."
-        )
-    report.run_alone("reference", options, measure_all)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""What benchmarks have in common: the command line, the machine, lines and JSON."""
+"""What benchmarks have in common: the machine, lines and JSON."""
 
 import argparse
 import json
@@ -13,38 +13,8 @@ from timing import Patience
 from keras_softmoe.files import atomic_file
 
 
-def command_line(description, shapes):
-    """Parser of the options that every benchmark takes.
-
-    Args:
-        description: Docstring of the program.
-        shapes: The names that `--shapes` accepts, the default first.
-    """
-    parser = argparse.ArgumentParser(description=description.splitlines()[0])
-    parser.add_argument("--shapes", choices=list(shapes), default=next(iter(shapes)))
-    parser.add_argument(
-        "--rounds",
-        type=_at_least_one,
-        default=Patience().rounds,
-        help="how often each contestant runs at most",
-    )
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=Patience().seconds,
-        help="time after which no contest starts a fourth round",
-    )
-    parser.add_argument(
-        "--dtype", default="float32", help="dtype policy, such as bfloat16"
-    )
-    parser.add_argument(
-        "--jit-compile", action="store_true", help="compile with XLA on TensorFlow"
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the results there")
-    return parser
-
-
-def _at_least_one(text):
+def at_least_one(text):
+    """The text as an int of at least 1, for `argparse`."""
     count = int(text)
     if count < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1. Received: {count}.")
@@ -54,23 +24,6 @@ def _at_least_one(text):
 def patience(options):
     """The `Patience` that was asked for."""
     return Patience(options.rounds, options.seconds)
-
-
-def run_alone(section, options, measure):
-    """Measure one section with its options, show and save it.
-
-    Args:
-        section: Name of the section.
-        options: Parsed options of `command_line`.
-        measure: Function of the options that yields rows.
-    """
-    keras.config.set_dtype_policy(options.dtype)
-    rows = shown(measure(options))
-    # After the rows: those of `memory` come from processes that need the device.
-    content = {**heading(options), "sections": {section: rows}}
-    print(describe(content["machine"]))
-    if options.json:
-        write_json(options.json, content)
 
 
 def heading(options):
@@ -103,10 +56,6 @@ def line(row):
         "/ {} {median:.2f} ({min:.2f} to {max:.2f})".format(rival, **ratio)
         for rival, ratio in row["ratios"].items()
     ]
-    if "user_s" in row:
-        seconds = row["user_s"][ours], row["system_s"][ours]
-        took = "{:>7.3f} + {:5.3f} s".format(*seconds)
-        return f"{row['name']:<12} {row['pass']:<18} {took}  {'  '.join(ratios)}"
     return "{:<24} {:<16} {:>9.2f} ms  first {:6.2f} s  {}".format(
         row["name"],
         row["pass"],
@@ -148,13 +97,8 @@ def _memory_gb():
     return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9, 1)
 
 
-def describe(machine):
-    """The machine in one line."""
-    return ", ".join(f"{key}: {value}" for key, value in machine.items() if value)
-
-
 def write_json(path, content):
     """Write a file that no reader ever finds half written."""
     with atomic_file(path) as new, open(new, "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=2)
+        json.dump(content, file, indent=1)
         file.write("\n")

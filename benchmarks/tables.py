@@ -1,282 +1,243 @@
-"""Tables in Markdown from the files that `run.py` writes.
+"""Tables of what was timed, from the files that `run.py` writes, for pages of the site.
 
-    python benchmarks/tables.py --output FILE --page FILE   # as `make bench` does
-
-Every number comes from the files; nothing is measured here.
+`python -m experiments.pages` puts them in their places. A ratio is our time over a
+rival's in the same round of turns (median, least and largest): under 1 is faster.
 """
 
-import argparse
 import json
-import pathlib
-from typing import NamedTuple
+from pathlib import Path
 
-from targets import TARGETS
-
-RESULTS = pathlib.Path(__file__).parent / "results"
-
-# What lies between them on the page is written here.
-BEGIN = "<!-- speed: written by benchmarks/tables.py -->"
-END = "<!-- end of speed -->"
-
+RESULTS = Path(__file__).parent / "results"
+MACHINES = ("cpu", "intel_xeon")
 BACKENDS = {"jax": "JAX", "tensorflow": "TensorFlow", "torch": "PyTorch"}
+PASSES = ("forward", "forward+backward")
+
+# Rows of the benchmarks, by section, and what they are called.
+LAYERS = {
+    "soft_128x1": "`SoftRouter`, 128 experts, 1 slot",
+    "soft_32x6": "`SoftRouter`, 32 experts, 6 slots",
+    "token_choice": '`SoftmaxTokenChoiceRouter`, `priority="max"`',
+    "biased_token_choice": "... with `bias_update_rate=0.001`",
+    "whole_images": "... of whole images, 4 experts",
+    "expert_choice": "`SoftmaxExpertChoiceRouter`",
+    "sinkhorn_expert_choice": "`SinkhornExpertChoiceRouter`",
+    "sparse_transport": "`SparseTransportExpertChoiceRouter`",
+    "expert_race": "`ExpertRaceRouter`",
+}
+TITLES = {
+    **LAYERS,
+    "dropless": "token choice that drops nothing",
+    "token_choice_dispatch": "token choice, 4,616 tokens: gather",
+    "expert_choice_dispatch": "expert choice, 4,616 tokens: gather",
+    "soft_moe": "Soft MoE S/16 of 128 experts",
+    "soft_moe_whole_batch": "Soft MoE S/16 of 128 experts, 32 images",
+    "dense_vit": "dense ViT S/16",
+}
+SECTIONS = ("layers", "reference", "models", "scaling")
+# Files of one GPU, and their columns.
+GPU = {
+    "jax_bf16": "JAX, bfloat16",
+    "torch_bf16": "PyTorch, bfloat16",
+    "torch_f32": "PyTorch, float32",
+    "jax_f32": "JAX, float32",
+}
 
 
-class Results(NamedTuple):
-    """A file of results, as a column of the tables."""
-
-    title: str
-    backend: str
-    content: dict
-
-    def rows(self, section):
-        return self.content["sections"].get(section, [])
-
-    def row(self, section, name, kind):
-        """The row of that name and pass, `None` if there is none."""
-        for row in self.rows(section):
-            if (row["name"], row["pass"]) == (name, kind):
-                return row
-        return None
+def tables():
+    """Dict from the titles of tables to their text: those that are committed."""
+    return {
+        "speed in short": in_short(),
+        "layers measured": layers_measured(),
+        "layers on a GPU": layers_on_gpu(),
+        "steps on a GPU": steps_on_gpu(),
+    }
 
 
-def read(files):
-    """`Results` of each of the files."""
-    results = []
-    for file in files:
-        content = json.loads(pathlib.Path(file).read_text(encoding="utf-8"))
-        machine = content["machine"]
-        backend = machine["backend"].split()[0]
-        parts = [BACKENDS[backend], machine["accelerator"]]
-        if machine["dtype"] != "float32":
-            parts.append(machine["dtype"])
-        if content["shapes"] != "paper":
-            parts.append(f"shapes: {content['shapes']}")
-        title = ", ".join(part for part in parts if part)
-        results.append(Results(title, backend, content))
-    return results
-
-
-def markdown(results):
-    """All tables, one below the other."""
-    parts = [
-        "# Results of the benchmarks",
-        "Made by `make bench`. A ratio is our time divided by a rival's in the same "
-        "round of turns, so under 1 is faster: the median over the rounds, and the "
-        "least and the largest of three rounds or more in parentheses.",
-        "## Targets",
-        "**Bold** misses the target as printed; *products* beside it is what our "
-        "matrix products alone take of the rival's time. Targets are for the sizes of "
-        "the paper.",
-        targets_table(results),
-        "## Everything that was timed",
-        "Milliseconds of ours (median), and the ratio.",
-        *(times_table(results, section) for section in sections_with_times(results)),
-        "## First calls",
-        "Seconds of the first call, which traces and compiles: ours, and a rival's. "
-        "Each happens once, so these ratios have no spread.",
-        first_calls_table(results, "models"),
-        "## Memory",
-        "Peak of a training step of `fit` with plain gradient descent, above what a "
-        "process holds before there is a model. Models of four blocks, the last two "
-        "with experts.",
-        memory_table(results),
-        "## What rivals compute differently",
-        differences(results),
-        "## Conditions",
-        "\n".join(conditions(result) for result in results),
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-def page(text, results):
-    """The text of the page with the targets, the memory and the conditions of now."""
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ValueError(
-            f"The tables go between the lines {BEGIN!r} and {END!r}, which the file "
-            "must have once."
-        )
-    before, rest = text.split(BEGIN)
-    parts = [
-        BEGIN,
-        targets_table(results),
-        memory_table(results),
-        "\n".join(conditions(result) for result in results),
-        END,
-    ]
-    return before + "\n\n".join(parts) + rest.split(END)[1]
+def on_the_site():
+    """Dict from the titles of tables to their text: those of the site alone."""
+    return {"speed": everything(), "others on a GPU": others_on_gpu()}
 
 
 def table(heads, rows):
     """A Markdown table."""
     lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
-def targets_table(results):
-    """What the library wants to reach, and what it does."""
-    heads = ["ours", "/ rival", "pass", "target", *(r.title for r in results)]
-    rows = []
-    for target in TARGETS:
-        for kind in target.passes:
-            cells = [target_cell(target, kind, result) for result in results]
-            if any(cells):
-                wanted = wanted_text(target.at_most)
-                rival = target.rival or "the fewest"
-                rows.append([target.text, rival, kind, wanted, *cells])
-    return table(heads, rows)
+def read(machine):
+    """What was measured on a machine: dict from backends to contents."""
+    return json.loads((RESULTS / f"{machine}.json").read_text(encoding="utf-8"))
 
 
-def wanted_text(at_most):
-    """The target, with the backends if it depends on them."""
-    if not isinstance(at_most, dict):
-        return f"{at_most:.2f}"
-    texts = [f"{BACKENDS[b]} {ratio:.2f}" for b, ratio in at_most.items()]
-    return ", ".join(texts) or "none"
+def by_backend():
+    """What was measured on the first machine, by the titles of backends."""
+    found = read(MACHINES[0])
+    return {title: found[name] for name, title in BACKENDS.items()}
 
 
-def target_cell(target, kind, result):
-    """The ratio that a target is about, bold if it misses. Empty if not measured."""
-    found = []
-    for row in result.rows(target.section):
-        if target.name in (None, row["name"]) and row["pass"] == kind:
-            rivals = row["ratios"] if target.rival is None else [target.rival]
-            found += [row["ratios"][name] for name in rivals if name in row["ratios"]]
-    if not found:
-        return ""
-    ratio = max(found, key=lambda ratio: ratio["median"])
-    at_most = target.at_most
-    if isinstance(at_most, dict):
-        at_most = at_most.get(result.backend, float("inf"))
-    text = ratio_text(ratio)
-    # As it is printed: "no slower" is not missed by what nobody could measure again.
-    if round(ratio["median"], 2) <= round(at_most, 2):
-        return text
-    text = f"**{text}**"
-    if "products" in ratio:
-        # A layer that multiplies these matrices can hardly do better.
-        text += f", products {ratio['products']:.2f}"
-    return text
+def rows_of(content, section, name=None, kind=None):
+    """Rows of a section, all or those of a name and a pass."""
+    return [
+        row
+        for row in content["sections"].get(section, ())
+        if name in (None, row["name"]) and kind in (None, row["pass"])
+    ]
 
 
-def ratio_text(ratio):
-    return "{median:.2f} ({min:.2f} to {max:.2f})".format(**ratio)
+def in_short():
+    """Our times over those of others: their range over two CPUs."""
+    packages = ("soft-moe-pytorch", "soft-mixture-of-experts")
+    model, twin = "Soft MoE S/16 of 128 experts", "its dense twin"
+    wanted = (
+        ("layers", "the papers' own code (JAX)", "reference", None, None, None),
+        ("layers", "two packages for PyTorch", "layers", None, None, packages),
+        ("dense ViT S/16", "KerasHub, `transformers`", "models", None, None,
+         ("keras-hub", "transformers")),
+        ("layers with any router", "a dense MLP", "layers", None, None, ("dense",)),
+        (f"{model}, predicting", twin, "models", "soft_moe", "forward", None),
+        (f"{model}, a training step with 32 images", twin, "models",
+         "soft_moe_whole_batch", None, None),
+        (f"{model}, the same with 8", twin, "models", "soft_moe", "fit", None),
+    )  # fmt: skip
+    files = [content for machine in MACHINES for content in read(machine).values()]
+    lines = []
+    for ours, other, section, name, kind, rivals in wanted:
+        ratios = [
+            ratio["median"]
+            for content in files
+            for row in rows_of(content, section, name, kind)
+            for rival, ratio in row["ratios"].items()
+            if rivals is None or rival in rivals
+        ]
+        lines.append([ours, other, f"{min(ratios):.2f} to {max(ratios):.2f}"])
+    text = "Range over two CPUs and all backends; under 1 is faster.\n"
+    return f"{text}\n{table(['ours', 'over that of', 'ratio of times'], lines)}"
 
 
-def sections_with_times(results):
-    """Names of the sections, in the order of the files, without that on memory."""
-    names = [name for result in results for name in result.content["sections"]]
-    return [name for name in dict.fromkeys(names) if name != "memory"]
+def layers_measured():
+    """Time of layers with each router over that of a dense MLP, by backend."""
+    files = by_backend()
+    heads = ["router", *(f"{title}, {kind}" for title in files for kind in PASSES)]
+    lines = []
+    for name, title in LAYERS.items():
+        cells = []
+        for content in files.values():
+            for kind in PASSES:
+                (row,) = rows_of(content, "layers", name, kind)
+                cells.append(f"{row['ratios']['dense']['median']:.2f}")
+        lines.append([title, *cells])
+    return table(heads, lines)
 
 
-def compared(results, section):
-    """Triples of name, pass and rival that some file has, in the order of the files."""
-    return dict.fromkeys(
-        (row["name"], row["pass"], rival)
-        for result in results
-        for row in result.rows(section)
+def everything():
+    """All that was timed against something on one processor, memory, conditions."""
+    files = by_backend()
+    compared = dict.fromkeys(
+        (section, row["name"], row["pass"], rival)
+        for section in SECTIONS
+        for content in files.values()
+        for row in rows_of(content, section)
         for rival in row["ratios"]
     )
-
-
-def times_table(results, section):
-    """Every comparison of a section."""
-    rows = []
-    for name, kind, rival in compared(results, section):
+    lines = []
+    for section, name, kind, rival in compared:
         cells = []
-        for result in results:
-            row = result.row(section, name, kind)
-            cell = ""
-            if row and rival in row["ratios"]:
-                ratio = ratio_text(row["ratios"][rival])
-                cell = f"{row['ms'][row['ours']]:,.1f} ms, {ratio}"
-            cells.append(cell)
-        rows.append([name, kind, rival, *cells])
-    return table([section, "pass", "rival", *(r.title for r in results)], rows)
+        for content in files.values():
+            rows = rows_of(content, section, name, kind)
+            cells.append(_ratio(rows[0], rival) if rows else "")
+        lines.append([TITLES.get(name, name), rival, kind, *cells])
+    parts = [table(["ours", "/ rival", "pass", *files], lines)]
+    lines = [
+        [row["name"], *(_memory(content, row["name"]) for content in files.values())]
+        for row in rows_of(files["JAX"], "memory")
+    ]
+    parts.append(table(["peak of a training step, / the first", *files], lines))
+    parts.append("".join(map(_conditions, files, files.values())))
+    return "\n".join(parts)
 
 
-def first_calls_table(results, section):
-    """Seconds until a first call returns, ours and a rival's."""
-    rows = []
-    for name, kind, rival in compared(results, section):
-        cells = []
-        for result in results:
-            row = result.row(section, name, kind)
-            cell = ""
-            if row and rival in row["ratios"]:
-                first = row["first_call_s"]
-                cell = f"{first[row['ours']]:.1f} / {first[rival]:.1f}"
-            cells.append(cell)
-        rows.append([name, kind, rival, *cells])
-    return table([section, "pass", "rival", *(r.title for r in results)], rows)
+def layers_on_gpu():
+    """Milliseconds of layers, over those of a dense MLP, and of ways to experts."""
+    wanted = [(name, "dense", "dense MLP") for name in LAYERS]
+    wanted += [
+        ("dropless", "capacity_1.25", "capacity 1.25"),
+        ("token_choice_dispatch", "einsum", "einsum"),
+        ("expert_choice_dispatch", "einsum", "einsum"),
+    ]
+    names = ("jax_bf16", "torch_bf16", "torch_f32")
+    found = read("h200")
+    files = [found[name] for name in names]
+    lines = []
+    for name, rival, other in wanted:
+        for kind in PASSES:
+            cells = []
+            for content in files:
+                (row,) = rows_of(content, "layers", name, kind)
+                cells.append(f"{row['ms'][row['ours']]:.2f} ms, {_ratio(row, rival)}")
+            lines.append([f"{TITLES[name]} / {other}", kind, *cells])
+    return table(["ours / other", "pass", *(GPU[name] for name in names)], lines)
 
 
-def memory_table(results):
-    """Weights and peaks; and the peak as a multiple of the first variant's."""
-    names = dict.fromkeys(
-        r["name"] for result in results for r in result.rows("memory")
+def others_on_gpu():
+    """Ratios of times, ours over those of other code."""
+    of_models = ("keras-hub", "transformers", "dense_twin")
+    wanted = (
+        ("jax_f32", "reference", ("vmoe", "vmoe, einsum", "vmoe, indices")),
+        ("torch_bf16", "layers", ("soft-moe-pytorch", "soft-mixture-of-experts")),
+        ("torch_bf16", "models", of_models),
+        ("torch_f32", "models", of_models),
     )
-    rows = []
-    for name in names:
-        cells = []
-        for result in results:
-            row = result.row("memory", name, "fit")
-            cell = ""
-            if row:
-                first = result.rows("memory")[0]
-                ratio = row["peak_mb"] / first["peak_mb"]
-                cell = f"{row['peak_mb']:,.0f} MB, {ratio:.2f}"
-                cell += f" (weights {row['weights_mb']:,.0f} MB)"
-            cells.append(cell)
-        rows.append([name, *cells])
-    heads = ["peak of a training step, / the first", *(r.title for r in results)]
-    return table(heads, rows)
+    found = read("h200")
+    lines = [
+        [TITLES[row["name"]], row["pass"], GPU[file], rival, _ratio(row, rival)]
+        for file, section, rivals in wanted
+        for row in rows_of(found[file], section)
+        for rival in rivals
+        # The whole batch is that of all rows there.
+        if rival in row["ratios"] and row["name"] != "soft_moe_whole_batch"
+    ]
+    return table(["ours", "pass", "on", "/ of", "ratio"], lines)
 
 
-def differences(results):
-    """What is not the same mathematics, or not the same conditions."""
-    texts = {}
-    for result in results:
-        for name, rival in result.content["rivals"].items():
-            texts[name] = rival["differs"]
-    return "\n".join(f"- `{name}`: {text}" for name, text in texts.items())
+def steps_on_gpu():
+    """Steps of a Soft MoE beside their bounds, and memory beside its plan."""
+    lines = []
+    for name in ("jax", "torch"):
+        for row in read("h200")[f"{name}_steps"]["rows"]:
+            bounds = row["bounds_ms"]
+            bound = max(bounds["products"], bounds["weights"] + bounds["activations"])
+            lines.append(
+                [
+                    f"{row['images']}",
+                    BACKENDS[name],
+                    f"{row['ms']:.1f} ms",
+                    f"{bound:.1f} ms",
+                    f"{row['peak_gb']:.1f} GB",
+                    f"{row['planned_gb']:.1f} GB",
+                ]
+            )
+    heads = ["images", "on", "a step", "bound", "peak of memory", "planned"]
+    return table(heads, lines)
 
 
-def conditions(result):
+def _ratio(row, rival):
+    if rival not in row["ratios"]:
+        return ""
+    return "{median:.2f} ({min:.2f} to {max:.2f})".format(**row["ratios"][rival])
+
+
+def _memory(content, name):
+    """Weights and peak, and the peak as a multiple of the first row's."""
+    first, *_ = rows_of(content, "memory")
+    (row,) = rows_of(content, "memory", name)
+    return (
+        f"{row['peak_mb']:,.0f} MB, {row['peak_mb'] / first['peak_mb']:.2f} "
+        f"(weights {row['weights_mb']:,.0f} MB)"
+    )
+
+
+def _conditions(title, content):
     """A line on what a file depends on."""
-    content = result.content
     machine = ", ".join(f"{k} {v}" for k, v in content["machine"].items() if v)
     rivals = ", ".join(f"{k} {v['version']}" for k, v in content["rivals"].items())
-    xla = "yes" if content["jit_compile"] else "no"
-    return (
-        f"- {result.title}: {machine}; shapes {content['shapes']}; rivals {rivals}; "
-        f"TensorFlow with XLA (but for `fit`, which decides for itself): {xla}."
-    )
-
-
-def main(arguments=None):
-    """Command line: see `--help`."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "files", nargs="*", help="files of results; those in `results/` if none"
-    )
-    parser.add_argument("--output", metavar="FILE", help="write there, do not print")
-    parser.add_argument(
-        "--page", metavar="FILE", help="renew the table of the targets there"
-    )
-    options = parser.parse_args(arguments)
-    files = options.files or sorted(RESULTS.glob("*.json"))
-    if not files:
-        parser.error(f"There are no results in {RESULTS}: run `make bench` first.")
-    results = read(files)
-    if options.page:
-        file = pathlib.Path(options.page)
-        file.write_text(page(file.read_text("utf-8"), results), encoding="utf-8")
-    text = markdown(results)
-    if options.output:
-        pathlib.Path(options.output).write_text(text, encoding="utf-8")
-    elif not options.page:
-        print(text, end="")
-
-
-if __name__ == "__main__":
-    main()
+    return f"- {title}: {machine}; shapes {content['shapes']}; rivals {rivals}.\n"

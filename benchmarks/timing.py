@@ -207,12 +207,6 @@ def summarize(first_call, seconds, ours, rivals):
     }
 
 
-def compare(steps, patience):
-    """`contest` of our step, the first, with all others; and its `summarize`."""
-    ours, *rivals = steps
-    return summarize(*contest(steps, patience), ours, rivals)
-
-
 def one_pass(name, layers, inputs, backward, patience, jit_compile):
     """Let layers or models take turns: forward, or forward and backward.
 
@@ -220,12 +214,8 @@ def one_pass(name, layers, inputs, backward, patience, jit_compile):
         name: What the row is called.
         layers: Dict from name to built layer.
         inputs: Dict from name to array.
-        backward: As in `step`.
+        backward, jit_compile: As in `step`.
         patience: `Patience`.
-        jit_compile: As in `step`.
-
-    Returns:
-        A row: what `compare` returns, and `name` and `pass`.
     """
     steps = {
         key: step(layer, inputs[key], backward, jit_compile)
@@ -235,6 +225,8 @@ def one_pass(name, layers, inputs, backward, patience, jit_compile):
 
 
 def row_of_pass(name, steps, backward, patience):
-    """Let steps take turns, ours first; what `one_pass` returns about them."""
+    """Let steps take turns, ours first: a row, `summarize` with `name` and `pass`."""
+    ours, *rivals = steps
     kind = "forward+backward" if backward else "forward"
-    return {"name": name, "pass": kind, **compare(steps, patience)}
+    found = summarize(*contest(steps, patience), ours, rivals)
+    return {"name": name, "pass": kind, **found}

@@ -296,9 +296,9 @@ Four things to know:
 - **Dropout** without a seed is drawn by PyTorch. On processors, where it warns of that,
   all processes draw the same mask for different images.
 - **One axis.** `mesh_shape` is for JAX, and so is `data_parallel`: for replicas see
-  `data_parallel_on_torch.py`.
+  `data_parallel.py`.
 
 With an older Keras `expert_parallel` raises instead of running on one device. So it
 does on TensorFlow, where replicas of the whole model work: see
-`data_parallel_on_tensorflow.py`.
+`data_parallel.py`.
 """

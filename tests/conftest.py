@@ -36,12 +36,12 @@ def pytest_addoption(parser):
     parser.addoption(
         "--all-exports",
         action="store_true",
-        help="export every router to every format, and write experiments/EXPORTS.md",
+        help="export every router to every format, and keep it for the site",
     )
     parser.addoption(
         "--all-families",
         action="store_true",
-        help="add experts to every family, and write experiments/FAMILIES.md",
+        help="add experts to every family, and keep it for the site",
     )
     parser.addoption(
         "--all-cases",
@@ -132,9 +132,9 @@ def quick_loops(monkeypatch):
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
 
-        from keras_softmoe.ops import transport
+        from keras_softmoe.ops import transport as _transport
 
-        loop = transport.repeat
+        loop = _transport.repeat
 
         def repeat(step, count, start):
             def run(start):
@@ -142,7 +142,7 @@ def quick_loops(monkeypatch):
 
             return (tf.function(run) if count > 50 else run)(start)
 
-        monkeypatch.setattr(transport, "repeat", repeat)
+        monkeypatch.setattr(_transport, "repeat", repeat)
 
 
 @pytest.fixture

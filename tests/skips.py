@@ -95,7 +95,6 @@ RUNS_ON = {
     "evaluation/test_architectures.py": ("torch",),
     "evaluation/test_limoe_cost.py": ("torch",),
     "evaluation/test_sweep*.py": ("torch",),
-    "examples/test_types.py": ("torch",),
     "experiments/*": ("torch",),
     # Decisions against the twins are in `routers/`, on all.
     "guards/test_golden.py": ("torch",),
@@ -106,7 +105,7 @@ RUNS_ON = {
     "models/test_pruning.py": ("torch",),
     "converters/test_upcycling_starts.py": ("torch",),
     "reference/test_coverage.py": ("torch",),
-    "test_benchmark*.py": ("torch",),
+    "test_benchmarks.py": ("torch",),
     "test_checks.py": ("torch",),
     "test_each_file_has_tests.py": ("torch",),
     "test_files.py": ("torch",),
@@ -117,9 +116,9 @@ RUNS_ON = {
     "test_security.py": ("torch",),
     "test_tolerances.py": ("torch",),
     "test_walks.py": ("torch",),
+    "test_trained.py": ("torch",),
     # A hundredth of what `make torture` does on each backend.
     "test_torture.py": ("torch",),
-    "test_trained_*.py": ("torch",),
     # On all in `reference/test_reference_training.py`
     "training/test_adafactor.py": ("torch",),
     "training/test_contrastive_recipes.py": ("torch",),
@@ -336,29 +335,13 @@ LONG = {
         "test_page_runs[docs/cookbook.md]",
         "test_page_runs[docs/faq.md]",
     ),
-    "experiments/test_claims.py": ("test_the_claims_of_all_scales",),
-    "experiments/test_letters.py": ("test_an_interrupted_training_goes_on",),
-    "experiments/test_letters_presets.py": ("test_program",),
-    "experiments/test_letters_upcycling.py": ("test_program",),
+    "experiments/test_letters.py": (
+        "test_an_interrupted_training_goes_on",
+        "test_program",
+        "test_upcycling_program",
+    ),
+    "experiments/test_presets.py": ("test_a_glyph_preset_is_trained",),
     "experiments/test_real_weights.py": ("test_the_program_goes_on_and_reports",),
-    "experiments/test_runner.py": (
-        "test_a_directory_of_another_backend",
-        "test_an_interrupted_study",
-        "test_backups_of_finished_cells_go",
-        "test_more_seeds_in_a_directory",
-        "test_results",
-        "test_some_models",
-        "test_what_is_finished_is_kept",
-    ),
-    "experiments/test_tasks.py": ("test_a_data_set_of_tfds",),
-    "experiments/test_upcycling.py": (
-        "test_a_directory_holds_one_plan",
-        "test_claims_of_made_up_results",
-        "test_further_images_are_new",
-        "test_report",
-        "test_results",
-        "test_what_is_finished_is_not_trained_again",
-    ),
     "exporting/test_export.py": (
         "test_classes_and_options_of_this_program_only",
         "test_encoders_of_limoe",
@@ -371,10 +354,10 @@ LONG = {
         "test_what_dense_models_were_trained_with",
     ),
     "guards/test_faults.py": ("test_a_planted_fault_is_seen",),
-    "guides/test_guides.py": (
+    "examples/test_guides.py": (
         "test_guide[adapting.py]",
         "test_guide[back_to_dense.py]",
-        "test_guide[data_parallel_on_tensorflow.py]",
+        "test_guide[data_parallel.py]",
         "test_guide[exporting.py]",
         "test_guide[few_shot_probing.py]",
         "test_guide[fit_on_a_small_dataset.py]",
@@ -384,7 +367,6 @@ LONG = {
         "test_guide[placing_experts.py]",
         "test_guide[real_weights.py]",
         "test_guide[released_vmoe_checkpoints.py]",
-        "test_guide[router_study.py]",
         "test_guide[switching_backends.py]",
         "test_guide[upcycling.py]",
         "test_guide[vmoe_at_low_capacity.py]",
@@ -392,7 +374,6 @@ LONG = {
     "models/test_backends.py": ("test_same_outputs_on_another_backend",),
     "routers/test_balanced.py": ("test_load_is_even_after_500_steps",),
     "routers/test_recording.py": ("test_inside_a_compiled_function",),
-    "test_benchmarks.py": ("test_released_code_runs_in_processes_of_its_own",),
     "test_files.py": ("test_one_process_at_a_time",),
     "test_package.py": ("test_wheel_works_outside_the_checkout",),
     "test_pages.py": (
@@ -401,11 +382,9 @@ LONG = {
         "test_the_site_loads_nothing_from_another_host",
         "test_the_site_shows_every_recorded_figure",
     ),
-    "test_trained_limoe.py": (
+    "test_trained.py": (
         "test_retrieval_is_that_of_the_card",
         "test_zero_shot_is_that_of_the_card",
-    ),
-    "test_trained_presets.py": (
         "test_few_shot_accuracy_is_that_of_the_card",
         "test_int4_keeps_the_accuracy_on_digits",
         "test_int8_keeps_the_accuracy_on_digits",

@@ -5,7 +5,6 @@ import importlib
 import itertools
 import json
 import pathlib
-import sys
 
 import keras
 import numpy as np
@@ -13,7 +12,7 @@ import pytest
 from keras import ops
 
 import keras_softmoe as ksm
-from tests.skips import needs, only_on
+from tests.skips import needs
 from tests.support.close import assert_near
 
 BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
@@ -56,12 +55,13 @@ def check_times(row, names):
         assert 0 < ratio["min"] <= ratio["median"] <= ratio["max"]
 
 
-def test_every_layer_is_reported_in_both_passes(layers, tmp_path, capsys):
+def test_every_layer_is_reported_in_both_passes(layers, benchmark, tmp_path, capsys):
     file = tmp_path / "results.json"
     names = ["soft_32x6", "token_choice"]
-    layers.main([*TWICE, "--layers", *names, "--json", str(file)])
+    sections = ["--sections", "layers", "--layers", *names]
+    benchmark("run").main([*TWICE, *sections, "--json", str(file)])
 
-    content = json.loads(file.read_text(encoding="utf-8"))
+    (content,) = json.loads(file.read_text(encoding="utf-8")).values()
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
     assert keras.backend.backend() in content["machine"]["backend"]
     assert content["machine"]["dtype"] == "float32"
@@ -86,7 +86,7 @@ def test_every_layer_is_reported_in_both_passes(layers, tmp_path, capsys):
 @pytest.mark.parametrize("name", ["soft_32x6", "token_choice"])
 def test_the_dense_mlp_costs_as_much_as_the_products(layers, name):
     shapes = layers.Shapes(images=8, tokens=16, width=8, mlp_dim=64)
-    competitors, inputs = layers.competitors(layers.ROUTERS[name](), shapes, "auto")
+    competitors, inputs = layers.competitors(layers.ROUTERS[name](), shapes)
     products = layers.product_shapes(competitors["layer"], *inputs.shape)
     dense = 2 * inputs.size * competitors["dense"].mlp_dim
     assert dense == pytest.approx(layers.multiply_adds(products), rel=0.02)
@@ -101,18 +101,21 @@ def test_multiply_adds_of_a_soft_layer(layers):
 
 
 @pytest.mark.parametrize("option", [["--rounds", "0"], ["--shapes", "huge"]])
-def test_wrong_options_are_refused(layers, capsys, option):
+def test_wrong_options_are_refused(benchmark, capsys, option):
     with pytest.raises(SystemExit):
-        layers.main(option)
+        benchmark("run").main(option)
     message = capsys.readouterr().err
     assert option[0] in message
     assert option[1] in message
 
 
 def test_scaling_compares_with_the_fewest_experts(benchmark, monkeypatch):
-    scaling = benchmark("scaling")
-    shapes = scaling.Shapes(2, 4, 8, 8, slots=8, experts=(2, 4, 8))
-    rows = list(scaling.measure(shapes, benchmark("timing").Patience(rounds=1)))
+    layers = benchmark("layers")
+    monkeypatch.setitem(layers.SCALING, "small", (2, 4, 8, 8, 8, (2, 4, 8)))
+    options = argparse.Namespace(
+        shapes="small", rounds=1, seconds=1.0, jit_compile=False
+    )
+    rows = list(layers.measure_scaling(options))
     for row, name in zip(rows, ["4 experts", "8 experts"], strict=True):
         check_times(row, [name, "2 experts"])
 
@@ -124,26 +127,6 @@ def test_the_soft_moe_runs_beside_its_twin(benchmark, tiny_models):
     assert [row["pass"] for row in rows] == ["forward", "fit", "fit"]
     for row in rows:
         check_times(row, ["soft_moe", "dense_twin"])
-
-
-def test_updates_by_two_optimizers_take_turns(benchmark):
-    where = benchmark("where")
-    row = where.measure_adam((2, 3, 4), rounds=2)
-    names = ["training.Adam", where.KERAS_ADAM]
-    assert list(row["user_s"]) == list(row["first_s"]) == names
-    assert min(row["first_s"].values()) > 0
-
-
-def test_ratios_of_processor_time_are_taken_within_rounds(benchmark, monkeypatch):
-    where = benchmark("where")
-    # First calls, calls that are not counted, and two rounds: user, system, pages
-    taken = iter([(9, 9, 9)] * 4 + [(2, 1, 5), (1, 0, 0), (3, 3, 7), (1, 1, 0)])
-    monkeypatch.setattr(where, "spent", lambda run: next(taken))
-    row = where.row("model", "fit", {"ours": None, "twin": None}, rounds=2)
-    assert row["ratios"] == {"twin": {"median": 3.0, "min": 3.0, "max": 3.0}}
-    assert row["user_s"] == {"ours": 2.5, "twin": 1.0}
-    assert row["system_s"] == {"ours": 2.0, "twin": 0.5}
-    assert row["pages"] == {"ours": 6.0, "twin": 0.0}
 
 
 def test_twins_differ_in_their_experts_alone(tiny_models):
@@ -158,16 +141,6 @@ def test_twins_differ_in_their_experts_alone(tiny_models):
     assert differing == {"name", "moe_layers", "router", "equal_experts"}
 
 
-def test_a_step_of_fit_trains(benchmark, tiny_models):
-    models, shapes = tiny_models
-    model = models.classifier(models.backbone(shapes).output["pooled_output"])
-    before = [ops.convert_to_numpy(v) for v in model.trainable_variables]
-    benchmark("timing").fit_step(model, *models.data(shapes))()
-    after = [ops.convert_to_numpy(v) for v in model.trainable_variables]
-    assert not np.array_equal(before[-2], after[-2])
-    assert model.optimizer.iterations == 1
-
-
 def test_our_dense_vit_is_as_large_as_that_of_keras_hub(benchmark, tiny_models):
     models, shapes = tiny_models
     images, _ = models.data(shapes)
@@ -175,48 +148,6 @@ def test_our_dense_vit_is_as_large_as_that_of_keras_hub(benchmark, tiny_models):
     theirs = benchmark("rivals").keras_hub_vit(**shapes.vit)
     assert ours.count_params() == theirs.count_params()
     assert ours(images).shape == theirs(images).shape == (8, 5, 8)
-
-
-def test_balancing_losses_are_timed_with_and_without(benchmark, tiny_models):
-    overheads, (_, shapes) = benchmark("overheads"), tiny_models
-    rows = overheads.measure(shapes, benchmark("timing").Patience(rounds=1))
-    row = next(rows)
-    assert (row["name"], row["pass"]) == ("auxiliary_losses", "fit")
-    check_times(row, ["with", "without"])
-
-
-@pytest.mark.parametrize("weight", [0.0, 0.5])
-def test_only_one_side_has_balancing_losses(benchmark, tiny_models, weight):
-    overheads, (models, shapes) = benchmark("overheads"), tiny_models
-    backbone = overheads.two_blocks(shapes, overheads.token_choice(weight))
-    backbone(models.data(shapes)[0], training=True)
-    assert len(backbone.losses) == bool(weight)
-
-
-@pytest.mark.parametrize("kind", ["soft", "token_choice"])
-def test_the_other_side_does_not_route_in_float32(benchmark, tiny_models, kind):
-    overheads, (models, shapes) = benchmark("overheads"), tiny_models
-    if kind == "soft":
-        router = ksm.routers.SoftRouter(4)
-    else:
-        router = overheads.token_choice(0.0, noise_std=0.0)
-    mixed = "mixed_bfloat16"
-    backbone = overheads.two_blocks(shapes, router, mixed, mixed)
-    decision = backbone.route(models.data(shapes)[0])[1]
-    for weights in (decision.routing[-1], decision.summary["logits"]):
-        assert keras.backend.standardize_dtype(weights.dtype) == "bfloat16"
-
-
-def test_peaks_of_memory_start_over(benchmark):
-    memory = benchmark("memory")
-    large = 200e6
-    memory._forget_peak()
-    before = memory.peak_memory()
-    np.ones(int(large / 8))
-    with_it = memory.peak_memory()
-    memory._forget_peak()
-    assert with_it - before > 0.9 * large
-    assert with_it - memory.peak_memory() > 0.9 * large
 
 
 @pytest.fixture
@@ -272,96 +203,112 @@ def test_soft_moe_pytorch_is_our_layer_on_normalized_tokens(equal_rival):
     assert_near(to_numpy(ours(tokens)), to_numpy(theirs(tokens)), atol=1e-3)
 
 
-RELEASED = """
-class MlpMoeBlock:
-    def __init__(self, num_experts, group_size, router, mlp_dim, **kwargs):
-        assert router["name"].endswith("Router") and mlp_dim == 8
-        assert group_size in (4, 32) and num_experts in (32, 128)
-        assert set(kwargs) == {"deterministic", "split_rngs"}
-
-    def init(self, keys, inputs):
-        return {"params": {"kernel": inputs[0]}}
-
-    def apply(self, variables, inputs, rngs):
-        outputs = inputs * variables["params"]["kernel"]
-        return outputs, {"auxiliary_loss": outputs.sum()}
-"""
-
-
-@pytest.fixture
-def released_code(tmp_path, monkeypatch):
-    """Where the released code is; a small module with its names stands in for it."""
-    file = tmp_path / "vmoe" / "nn" / "vit_moe.py"
-    file.parent.mkdir(parents=True)
-    file.write_text(RELEASED)
-    (tmp_path / "flax.py").write_text("__version__ = '1'")
-    monkeypatch.setenv("REFERENCE_PYTHON", sys.executable)
-    monkeypatch.setenv("REFERENCE_PATH", str(tmp_path))
-    return file
-
-
-def test_released_code_runs_in_processes_of_its_own(
-    layers, benchmark, released_code, monkeypatch
-):
-    # Its processes have JAX whatever ours computes with.
-    needs("jax")
-    reference = benchmark("reference")
-    options = argparse.Namespace(shapes="small", rounds=1, seconds=1.0)
-    if keras.backend.backend() != "jax":
-        assert list(reference.measure_all(options)) == []
-        assert reference.described() == {}
-    monkeypatch.setattr(reference, "is_there", lambda: True)
-    rows = list(reference.measure_all(options))
-    rivals = {name: list(rivals) for name, rivals in reference.RIVALS.items()}
-    assert [(row["name"], row["pass"]) for row in rows] == list(
-        itertools.product(rivals, ["forward", "forward+backward"])
+def test_steps_beside_their_bounds(benchmark, monkeypatch):
+    module = benchmark("steps")
+    monkeypatch.setattr(module, "DTYPE", "float32")
+    (row,) = module.measure("vit_tiny_patch4_32_glyphs", [2], rounds=1)
+    # A CPU has neither bounds nor a counter of its memory.
+    assert row.keys() == {"images", "ms", "first_call_s", "peak_gb"}
+    assert row["ms"] > 0
+    few, many = (
+        module.bounds(module.PRESET, images, module.DEVICES["H100"])["bounds_ms"]
+        for images in (8, 64)
     )
-    for row in rows:
-        check_times(row, ["layer", *rivals[row["name"]]])
-    version = reference.described()["vmoe"]["version"]
-    assert version.endswith(" flax 1)")
-    assert version.startswith("(jax ") and version.count("jax") == 1
-
-
-def test_released_code_that_does_not_start_is_named(benchmark, released_code, capfd):
-    released_code.unlink()
-    with pytest.raises(RuntimeError, match="REFERENCE_PATH="):
-        benchmark("reference").Worker()
-    assert "No module named" in capfd.readouterr().err
-
-
-@only_on("jax", because="own loop")
-def test_released_code_runs_here(layers, benchmark, released_code, monkeypatch):
-    monkeypatch.delenv("REFERENCE_PYTHON")
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    reference = benchmark("reference")
-    options = argparse.Namespace(shapes="small", rounds=1, seconds=1.0)
-    try:
-        row = next(reference.measure_all(options))
-    finally:
-        for name in ("reference_worker", "vmoe.nn.vit_moe", "vmoe.nn", "vmoe"):
-            sys.modules.pop(name, None)
-    check_times(row, ["layer", "vmoe"])
-
-
-def test_bounds(benchmark):
-    module = benchmark("bounds")
-    preset, device = "soft_moe_small_patch16_128e_224", module.DEVICES[0]
-    few, many = (module.bounds(preset, 1, images, device)[0] for images in (8, 64))
     # The update of all experts takes the same time for any batch, all else grows.
     assert few["weights"] == many["weights"] > few["products"]
     np.testing.assert_allclose(many["products"], 8 * few["products"])
     assert many["activations"] > few["activations"]
-    # One device sends nothing.
-    assert few["links"] == 0
 
 
-def test_steps_beside_their_bounds(benchmark, monkeypatch):
-    module = benchmark("bounds")
-    monkeypatch.setattr(module, "DTYPE", "float32")
-    (row,) = module.measure("vit_tiny_patch4_32_glyphs", [2], rounds=1)
-    # A processor has neither bounds nor a counter of its memory.
-    assert row.keys() == {"images", "ms", "first_call_s", "peak_gb"}
-    assert row["ms"] > 0
-    found = module.on_paper("soft_moe_small_patch16_128e_224", 8, "NVIDIA H100 80GB")
-    assert found["bounds_ms"]["weights"] > 0 and found["planned_gb"] > 10
+# === Turns, ratios and files: nothing here depends on a backend ===
+
+
+@pytest.fixture
+def runner(benchmark, monkeypatch, tmp_path):
+    """Callable that measures made-up sections and returns what is in the file."""
+    run = benchmark("run")
+    monkeypatch.setattr(run.report, "machine", lambda: {"backend": "jax 1"})
+    file = tmp_path / "results.json"
+
+    def measure(options=(), **sections):
+        monkeypatch.setattr(run, "SECTIONS", sections)
+        run.main(["--json", str(file), *options])
+        return content()
+
+    def content():
+        assert [path.name for path in tmp_path.iterdir()] == [file.name]
+        (found,) = json.loads(file.read_text(encoding="utf-8")).values()
+        return found
+
+    measure.content = content
+    return measure
+
+
+def row(name="soft_128x1", kind="forward", **ratios):
+    """A row of results, with ratios to rivals."""
+    return {
+        "name": name,
+        "pass": kind,
+        "ours": "layer",
+        "rounds": 3,
+        "ms": {"layer": 1234.5, **dict.fromkeys(ratios, 1.0)},
+        "first_call_s": {"layer": 2.5, **dict.fromkeys(ratios, 7.0)},
+        "ratios": {
+            rival: {"median": ratio, "min": ratio - 0.25, "max": ratio + 0.5}
+            for rival, ratio in ratios.items()
+        },
+    }
+
+
+def test_contests_take_turns(benchmark):
+    timing = benchmark("timing")
+    calls = []
+    steps = {name: (lambda name=name: calls.append(name)) for name in "ab"}
+    first_call, seconds = timing.contest(steps, timing.Patience(rounds=4))
+    # A first call, one to settle, and four rounds.
+    assert calls == ["a", "b"] * 6
+    assert list(first_call) == list(seconds) == ["a", "b"]
+    assert [len(times) for times in seconds.values()] == [4, 4]
+
+
+def test_ratios_are_taken_within_rounds(benchmark):
+    first_call = {"layer": 5.0, "dense": 6.0, "products": 7.0}
+    seconds = {
+        "layer": [2.0, 8.0, 3.0],
+        "dense": [1.0, 2.0, 3.0],
+        "products": [2.0, 2.0, 2.0],
+    }
+    result = benchmark("timing").summarize(
+        first_call, seconds, "layer", ["dense", "products"]
+    )
+    assert result == {
+        "ours": "layer",
+        "rounds": 3,
+        "ms": {"layer": 3000.0, "dense": 2000.0, "products": 2000.0},
+        "first_call_s": first_call,
+        "ratios": {
+            # Medians of rounds: 2 2 2 over 1 2 3.
+            "dense": {"median": 2.0, "min": 1.0, "max": 4.0, "products": 1.0},
+            "products": {"median": 1.5, "min": 1.0, "max": 4.0},
+        },
+    }
+
+
+def test_what_was_measured_survives_a_failure(runner):
+    def fail(options):
+        raise RuntimeError("no memory left")
+
+    with pytest.raises(RuntimeError, match="no memory left"):
+        runner(layers=lambda options: [row(dense=1.5)], models=fail)
+    assert runner.content()["sections"] == {"layers": [row(dense=1.5)]}
+
+
+def test_sections_that_are_left_out_stay(runner):
+    both = {"layers": lambda options: [row(dense=1.5)], "models": lambda options: []}
+    runner(**both)
+    both["layers"] = lambda options: [row(dense=9.0)]
+    content = runner(["--sections", "models"], **both)
+    assert content["sections"]["layers"] == [row(dense=1.5)]
+    # Under other conditions they would be compared with what they cannot be.
+    content = runner(["--sections", "models", "--shapes", "paper"], **both)
+    assert content["sections"] == {"models": []}

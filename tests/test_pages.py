@@ -14,7 +14,7 @@ import pytest
 
 import keras_softmoe
 from experiments import pages
-from experiments.pages import embedding, guides, notebooks
+from experiments.pages import guides, notebooks
 
 ROOT = Path(__file__).resolve().parents[1]
 # Elements that a browser loads by itself, and where they say what.
@@ -73,20 +73,8 @@ def test_what_is_generated_is_of_today(written):
         assert text == expected, f"{path}: run `python -m experiments.pages`"
 
 
-def test_every_table_has_a_place(written):
-    text = "".join(written.values())
-    assert [t for t in pages.found() if f"<!-- {t}: begin -->" not in text] == []
-
-
-def test_readers_see_cards_without_what_hubs_read(written):
-    for path, text in written.items():
-        is_card = path.startswith("presets/")
-        assert text.startswith("---\nlibrary_name:") == is_card, path
-        assert text.count("library_name:") == is_card, path
-
-
 def test_every_guide_has_a_record():
-    assert {file.stem for file in guides.RECORDED.iterdir()} == set(guides.names())
+    assert list(json.loads(guides.RECORDED.read_text())) == guides.names()
 
 
 def test_the_site_shows_every_recorded_figure(site):
@@ -98,18 +86,9 @@ def test_the_site_shows_every_recorded_figure(site):
         assert path.removeprefix("guides/") in guides.page(guide)
 
 
-def test_a_page_is_embedded_below_the_headings_of_another(monkeypatch, tmp_path):
-    text = "# Title\n\n## Part\n\n[here](a.md), [there](https://b)\n\n![c](c.png)\n"
-    (tmp_path / "page.md").write_text(text)
-    monkeypatch.setattr(embedding, "ROOT", tmp_path)
-    assert embedding.with_pages("# Other\n\n<!-- page: page.md -->\n") == (
-        "# Other\n\n### Part\n\nhere, [there](https://b)\n\n![c](figures/c.png)\n"
-    )
-
-
 def test_a_record_of_other_code_is_refused(monkeypatch):
     monkeypatch.setattr(guides, "_digest", lambda code: "another")
-    with pytest.raises(ValueError, match="other code .* --guides demo`"):
+    with pytest.raises(ValueError, match="other code .*demo.* --guides demo`"):
         guides.page("demo")
 
 
@@ -144,10 +123,7 @@ def test_the_first_cell_of_a_notebook_installs_what_the_guide_needs():
     )
     assert "[torch,datasets,viz,export]" in first("exporting")
     assert "[tensorflow,jax,torch,datasets,viz]" in first("switching_backends")
-    assert (
-        'raise ImportError(\'In a checkout: pip install -e ".[torch,datasets,viz]"'
-        in (first("router_study"))
-    )
+    assert "raise ImportError('In a checkout: pip" in first("real_weights")
 
 
 def test_colab_opens_the_notebooks_of_a_published_site():
@@ -156,17 +132,6 @@ def test_colab_opens_the_notebooks_of_a_published_site():
     host = "https://colab.research.google.com"
     assert f"({host}/github/me/mine/blob/site/guides/demo.ipynb)" in links
     assert "[Notebook](demo.ipynb) · [Source](demo.py)" in links
-
-
-def test_tables_stand_where_the_page_says_so():
-    text = "a\n<!-- one: begin -->\nold\n<!-- one: end -->\nb"
-    new = pages.filled(text, {"one": "| new |\n"})
-    assert new == "a\n<!-- one: begin -->\n\n| new |\n\n<!-- one: end -->\nb"
-    assert pages.filled(new, {"one": "| new |\n"}) == new
-    with pytest.raises(ValueError, match=r"\['two'\]. Received: title='one'"):
-        pages.filled(text, {"two": ""})
-    with pytest.raises(ValueError, match="lacks its beginning or its end"):
-        pages.filled(text.replace("one: end", "two: end"), {"one": "", "two": ""})
 
 
 def test_the_readme_is_short():
@@ -180,6 +145,13 @@ def test_links_of_the_readme():
     assert len(links) > 30
     for link in links:
         assert (ROOT / link).exists(), link
+
+
+def test_files_named_in_extend_exist():
+    text = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
+    paths = re.findall(r"`((?:keras_softmoe|tests|experiments|presets)/[\w./]*)`", text)
+    assert len(paths) > 20
+    assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
 def test_examples_of_docstrings_are_below_their_heading():
@@ -234,7 +206,7 @@ def test_search_and_pictures(site):
              if "capacity" in (page["title"] + page["text"]).lower()}  # fmt: skip
     assert {"concepts/capacity.html", "api/ops.html"} <= found
     for file in (site / "concepts").glob("*.html"):
-        if file.name == "walks.html":
+        if file.name in ("walks.html", "soft_moe_in_60_lines.html"):
             continue
         assert Page(file.read_text("utf-8")).pictures, file
 

@@ -1,6 +1,6 @@
 """Tables and a figure of the study: each question of PLAN.md with its answer.
 
-python -m experiments.letters.answers --results build/letters/results.json
+python -m experiments.letters.answers --output build/letters/answers.md
 """
 
 import argparse
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from experiments.letters.models import CURVES, MODELS
-from experiments.lib.comparisons import Claim, corrected, difference
+from experiments.lib.comparisons import corrected, difference
 from experiments.lib.runs import read_json
 from keras_softmoe.drawing import (
     as_percentages,
@@ -246,24 +246,21 @@ def measured(results, effect):
     return [difference(effect.title, [left[s] - right[s] for s in seeds])]
 
 
-def claims(results):
-    """Return the questions as a list of `Claim`, of which the primary are corrected."""
-    found = corrected(
-        [
-            Claim(question.text, letter, {PRIMARY: _all(results, question.primary)})
-            for letter, question in QUESTIONS.items()
-        ]
-    )
-    # Not looked at together with the others, and not part of their family.
-    return [
-        claim._replace(
-            differences={
-                **claim.differences,
-                "secondary": _all(results, QUESTIONS[claim.source].secondary),
-            }
+def outcomes(results):
+    """Return the differences of each question: dict from letters to primary, secondary.
+
+    Both are lists of `Difference`. The primary ones of all questions are corrected
+    together.
+    """
+    primary = {k: _all(results, q.primary) for k, q in QUESTIONS.items()}
+    family = iter(corrected([d for found in primary.values() for d in found]))
+    return {
+        letter: (
+            [next(family) for _ in primary[letter]],
+            _all(results, question.secondary),
         )
-        for claim in found
-    ]
+        for letter, question in QUESTIONS.items()
+    }
 
 
 def answer(effect, found):
@@ -287,33 +284,31 @@ def report(results):
     Returns:
         str, Markdown.
     """
-    found = claims(results)
-    family = sum(len(claim.differences[PRIMARY]) for claim in found)
+    found = outcomes(results)
+    family = sum(len(primary) for primary, _ in found.values())
     parts = [
         "# Answers of the study on letters",
-        "Made by `python -m experiments.letters.answers`; [the plan](PLAN.md) was "
+        "Made by `python -m experiments.letters.answers`; [the plan](../PLAN.md) was "
         "written first. Differences are taken within each seed; ± is half of the 95 % "
         f"t-interval of their mean. p is corrected for the {family} primary outcomes "
         f"that are here (Holm), and answers where it is under {LEVEL}; secondary ones "
         "have no test. A question is answered yes if all its primary outcomes are.",
     ]
-    for claim in found:
-        question = QUESTIONS[claim.source]
-        rows = []
-        for kind, effects in (
-            (PRIMARY, question.primary),
-            ("secondary", question.secondary),
-        ):
-            known = {d.name: d for d in claim.differences[kind]}
-            rows += [_row(e, known.get(e.title), kind) for e in effects]
-        primary = dict(zip(question.primary, claim.differences[PRIMARY], strict=False))
-        missing = len(question.primary) - len(primary)
-        is_yes = all(answer(*outcome) == "yes" for outcome in primary.items())
-        verdict = "yes" if is_yes else "open"
-        if missing:
+    for letter, question in QUESTIONS.items():
+        primary, secondary = found[letter]
+        known = {d.name: d for d in (*secondary, *primary)}
+        rows = [_row(e, known.get(e.title), PRIMARY) for e in question.primary]
+        rows += [_row(e, known.get(e.title), "secondary") for e in question.secondary]
+        answers = [
+            answer(effect, known[effect.title])
+            for effect in question.primary
+            if effect.title in known
+        ]
+        verdict = "yes" if set(answers) == {"yes"} else "open"
+        if missing := len(question.primary) - len(answers):
             verdict = f"not run: {missing} of {len(question.primary)} primary outcomes"
         parts.append(
-            f"## ({claim.source}) {claim.text}\n\n**{verdict}**\n\n"
+            f"## ({letter}) {question.text}\n\n**{verdict}**\n\n"
             "| effect | outcome | difference | seeds | p | answer |\n"
             "|---|---|---|---|---|---|\n" + "\n".join(rows)
         )
@@ -321,7 +316,7 @@ def report(results):
         "## Afterwards\n\nAsked after the answers were read, and not corrected.",
         afterwards(results),
         _models(results),
-        "![the answers](answers.png)",
+        "![the answers](../../../docs/images/letters.png)",
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -471,24 +466,15 @@ def _draw_views(ax, results):
     ax.set_title("(e) position or content", fontsize=9, loc="left")
 
 
-def write_answers(results, directory):
-    """Write `README.md` and `answers.png` into a directory, from results alone."""
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    with atomic_file(directory / "answers.png") as file:
-        plot_answers(results).savefig(file, format="png")
-    with atomic_file(directory / "README.md") as file:
-        file.write_text(report(results), encoding="utf-8")
-
-
 def main(arguments=None):
-    """Write the answers of a file of results beside it, or elsewhere."""
+    """Write the answers of a file of results."""
     parser = argparse.ArgumentParser(prog="python -m experiments.letters.answers")
     parser.add_argument("--results", type=Path, default="build/letters/results.json")
-    parser.add_argument("--output", type=Path, help="directory [that of the results]")
+    parser.add_argument("--output", type=Path, required=True, help="Markdown file")
     arguments = parser.parse_args(arguments)
     results = read_json(arguments.results, ("models", "runs", "seconds"))
-    write_answers(results, arguments.output or arguments.results.parent)
+    with atomic_file(arguments.output) as file:
+        file.write_text(report(results), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -5,8 +5,7 @@ import itertools
 
 import numpy as np
 
-from experiments.synthetic.distortion import sample_fields, warped_grid
-from experiments.synthetic.fonts import OFFSET, STEPS
+from experiments.synthetic.fonts import OFFSET, STEPS, sample_fields, warped_grid
 
 # Pictures are drawn in blocks, one random stream each. Part of what a seed means.
 BLOCK = 128

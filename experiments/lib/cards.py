@@ -1,21 +1,23 @@
-"""The metadata and the card of a trained preset, and the record of its trainings."""
+"""Trained presets: their weights, metadata and cards, and the record of trainings."""
 
 import json
+import shutil
 from pathlib import Path
 
 import keras
 import numpy as np
 
-from experiments.lib.runs import processor
+from experiments.lib.runs import finish, processor, result_file
 from keras_softmoe.catalogue import (
     CONFIG_FILE,
     METADATA_FILE,
+    PRESET_MARKS,
     front_matter,
     without_front_matter,
 )
-from keras_softmoe.files import atomic_file
+from keras_softmoe.files import atomic_directory, atomic_file
 
-RECORDS = Path(__file__).parents[1] / "trained"
+RECORDS = Path(__file__).parents[1] / "trained.json"
 
 CARD = "README.md"
 # Data of the trainings by the last word of a preset's name, with names for hubs.
@@ -46,16 +48,23 @@ def write_metadata(directory, **entries):
     return metadata
 
 
-def read_runs(name):
+def read_runs(name, file=RECORDS):
     """The results of all trainings of a preset, a list of dicts, empty if unknown."""
-    file = RECORDS / f"{name}.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    return _read_records(file).get(name, [])
 
 
-def write_runs(file, runs):
+def write_runs(file, name, runs):
     """Write the results of all trainings of a preset, one training a line."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    _write(file, "[\n" + ",\n".join(map(json.dumps, runs)) + "\n]")
+    found = _read_records(file) | {name: runs}
+    parts = []
+    for preset in sorted(found):
+        lines = ",\n".join(map(json.dumps, found[preset]))
+        parts.append(f"{json.dumps(preset)}: [\n{lines}\n]")
+    _write(file, "{\n" + ",\n".join(parts) + "\n}")
+
+
+def _read_records(file):
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
 def measured(run):
@@ -123,3 +132,81 @@ def spread(values, digits=3):
 def _write(path, text):
     with atomic_file(path) as file:
         file.write_text(text.rstrip("\n") + "\n", encoding="utf-8")
+
+
+# === From finished trainings to presets ===
+
+
+def save_weights(task, work, name):
+    """Save a trained task where `publish` finds it, and return that directory.
+
+    Args:
+        task: trained task.
+        work: path of the working directory.
+        name: str, of the run.
+    """
+    directory = _weights(work, name)
+    with atomic_directory(directory, PRESET_MARKS) as aside:
+        task.save_to_preset(str(aside))
+    return directory
+
+
+def save_trained(task, directory, *, description, source, seed, accuracy):
+    """Save a trained task as a preset with metadata and a short card.
+
+    Args:
+        task: trained task.
+        directory: path of the preset, which is replaced in one step.
+        description: str, what the model is.
+        source: str, path of the program.
+        seed: int.
+        accuracy: dict from what was measured to a float.
+    """
+    with atomic_directory(directory, PRESET_MARKS) as aside:
+        task.save_to_preset(str(aside))
+        write_metadata(
+            aside,
+            kind="trained",
+            description=description,
+            source=source,
+            licence="Apache-2.0",
+            training={"seed": seed, **machine()},
+            accuracy=accuracy,
+            accuracy_std={},
+        )
+        rows = "".join(f"- {name}: {value:.3f}\n" for name, value in accuracy.items())
+        text = f"# {directory.name}\n\n{description} `{source}`, seed {seed}.\n\n"
+        write_card(aside, directory.name, f"{text}Accuracy:\n\n{rows}")
+
+
+def publish(trainings, work, directory, records, describe):
+    """Write the weights of the first training, and what is known of all finished ones.
+
+    Nothing is written unless the first is finished.
+
+    Args:
+        trainings: sequence of `Run`, of which the first gives the weights.
+        work: path of the working directory, which holds what is finished.
+        directory: path of the preset, which is replaced in one step.
+        records: path of the file of all results.
+        describe: callable from the directory to fill and a list of dicts, the results
+            of each finished training, that writes metadata and card.
+    """
+    first, *others = trainings
+    if not result_file(work, first.name).exists():
+        print(f"{directory.name}: the first seed is missing, nothing is written yet")
+        return
+    runs = []
+    for run in [first, *(r for r in others if result_file(work, r.name).exists())]:
+        finished = finish(run, work)
+        minutes = round(finished["times"]["training_seconds"] / 60, 1)
+        runs.append({"seed": run.seed, "minutes": minutes, **finished["results"]})
+    with atomic_directory(directory, PRESET_MARKS) as aside:
+        shutil.copytree(_weights(work, first.name), aside, dirs_exist_ok=True)
+        describe(aside, runs)
+    write_runs(records, directory.name, runs)
+    print(f"{directory.name}: weights, metadata and card written")
+
+
+def _weights(work, name):
+    return Path(work, "presets", name)

@@ -2,8 +2,8 @@
 
 Guides are Python files in the format of Keras' guides: strings between the code are
 Markdown. `record` runs one from its first line to its last and keeps the output and the
-figures of each part of the code in `guides/recorded`, as a notebook does. `pages` puts
-text, code and records together, and refuses a record of other code.
+figures of each part of the code in `guides/recorded.json`, as a notebook does. `pages`
+puts text, code and records together, and refuses a record of other code.
 """
 
 import ast
@@ -24,14 +24,14 @@ from keras_softmoe.files import atomic_file
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDES = ROOT / "guides"
-RECORDED = GUIDES / "recorded"
+RECORDED = GUIDES / "recorded.json"
 COLORS = 128
 FIGURE_WIDTH = 900
 DEMO = "The main job"
 COLAB = "https://colab.research.google.com/github"
 
 # Backends of the records; PyTorch where a guide leaves the choice.
-BACKENDS = {"data_parallel_on_tensorflow": "tensorflow", "placing_experts": "jax"}
+BACKENDS = {"placing_experts": "jax"}
 # The packages whose versions are told.
 PACKAGES = {"tensorflow": "tensorflow", "jax": "jax", "torch": "torch"}
 
@@ -98,9 +98,11 @@ def record(name, short=False):
         "short": short,
         "cells": records,
     }
-    RECORDED.mkdir(exist_ok=True)
-    with atomic_file(RECORDED / f"{name}.json") as file:
-        file.write_text(json.dumps(about, indent=1, ensure_ascii=False) + "\n", "utf-8")
+    found = _read() | {name: about}
+    # Of guides that are gone nothing stays.
+    text = json.dumps({n: found[n] for n in names() if n in found}, indent=1)
+    with atomic_file(RECORDED) as file:
+        file.write_text(text + "\n", "utf-8")
 
 
 def links(name, repository=None, branch="gh-pages"):
@@ -158,19 +160,25 @@ def recorded_run(name):
     Raises:
         ValueError: if the code of the guide has changed since.
     """
-    file = RECORDED / f"{name}.json"
-    recorded = json.loads(file.read_text(encoding="utf-8"))
+    recorded = _read()[name]
     digests = [_digest(source) for kind, source in cells(name) if kind == "code"]
     if digests != [cell["code"] for cell in recorded["cells"]]:
-        raise ValueError(f"{file} is of other code than the guide: {_remedy(name)}")
+        raise ValueError(
+            f"The record of a guide is of other code than the guide '{name}': run "
+            f"`python -m experiments.pages --guides {name}`."
+        )
     return recorded
+
+
+def _read():
+    return json.loads(RECORDED.read_text(encoding="utf-8"))
 
 
 def figures():
     """Dict from paths below `docs` to the recorded figures of all guides, PNG files."""
     return {
         f"guides/figures/{name}_{number}_{i}.png": base64.b64decode(figure)
-        for name in with_record()
+        for name in names()
         for number, cell in enumerate(recorded_run(name)["cells"])
         for i, figure in enumerate(cell["figures"])
     }
@@ -179,11 +187,9 @@ def figures():
 def pages(repository=None, branch="gh-pages"):
     """Dict from paths below `docs` to texts; the arguments are those of `links`."""
     rows = ["| guide | what it shows |", "|---|---|"]
-    recorded = with_record()
     for name in names():
         heading, description = title(name)
-        link = f"[{heading}]({name}.md)" if name in recorded else heading
-        rows.append(f"| {link} | {description} |")
+        rows.append(f"| [{heading}]({name}.md) | {description} |")
     index = (
         "# Guides\n\nPrograms from their first line to their last, with the output of "
         "a run. Each is a file of `guides/`, which the tests run too, and a notebook. "
@@ -193,13 +199,8 @@ def pages(repository=None, branch="gh-pages"):
         + "\n".join(rows)
         + "\n"
     )
-    texts = {f"guides/{n}.md": page(n, repository, branch) for n in recorded}
+    texts = {f"guides/{n}.md": page(n, repository, branch) for n in names()}
     return {"guides/index.md": index} | texts
-
-
-def with_record():
-    """Names of the guides that have a record."""
-    return [name for name in names() if (RECORDED / f"{name}.json").exists()]
 
 
 def _is_text(node):
@@ -228,10 +229,6 @@ def _form(node):
     # Later versions have more fields, which are empty for older code.
     fields = [(n, x) for n, x in ast.iter_fields(node) if x is not None and x != []]
     return type(node).__name__, [(name, _form(value)) for name, value in fields]
-
-
-def _remedy(name):
-    return f"run `python -m experiments.pages --guides {name}`."
 
 
 def _environment(backend, folder, short):

@@ -1,4 +1,4 @@
-"""Tables and sentences of the study on letters, from its results."""
+"""Tables of the study on letters, from its results."""
 
 from pathlib import Path
 from statistics import mean
@@ -9,7 +9,6 @@ from experiments.lib.comparisons import difference
 from experiments.lib.runs import read_json
 
 RESULTS = Path(answers.__file__).with_name("results.json")
-MIXTURES = {"Soft MoE": "soft", "V-MoE": "vmoe", "expert choice": "expert"}
 
 
 def tables():
@@ -28,11 +27,11 @@ def answers_table():
         "| | difference | 95 % | seeds | p, corrected | answer |",
         "|---" * 6 + "|",
     ]
-    for claim in answers.claims(read_json(RESULTS)):
-        heads = [f"**({claim.source})**", f"**{claim.text}**"]
-        lines.append(_row([*heads, "", "", "", ""]))
-        effects = {e.title: e for e in answers.QUESTIONS[claim.source].primary}
-        for d in claim.differences[answers.PRIMARY]:
+    for letter, (primary, _) in answers.outcomes(read_json(RESULTS)).items():
+        question = answers.QUESTIONS[letter]
+        lines.append(_row([f"**({letter})**", f"**{question.text}**", *[""] * 4]))
+        effects = {effect.title: effect for effect in question.primary}
+        for d in primary:
             cells = [
                 "",
                 d.name,
@@ -75,65 +74,22 @@ def models_table():
 def longer_table():
     """The models of the presets, four times as long, over the dense one."""
     lines = ["| model | accuracy, % | over dense | seeds |", "|---" * 4 + "|"]
-    for key, values in longer_accuracy().items():
+    accuracy = {
+        key: [run["letters"]["accuracy"] for run in read_runs(preset.name)]
+        for key, preset in presets.PRESETS.items()
+    }
+    for key, values in accuracy.items():
+        pairs = zip(values, accuracy["dense"], strict=True)
+        gains = difference(key, [a - b for a, b in pairs])
+        over_dense = answers.with_unit(answers.gain(key, "dense"), gains)
         cells = [
             presets.PRESETS[key].title,
             f"{100 * mean(values):.1f}",
-            "" if key == "dense" else longer_gain(key),
+            "" if key == "dense" else over_dense,
             f"{len(values)}",
         ]
         lines.append(_row(cells))
     return "\n".join(lines) + "\n"
-
-
-def longer_accuracy():
-    """Dict from keys of presets to the accuracies of their trainings."""
-    return {
-        key: [run["letters"]["accuracy"] for run in read_runs(preset.name)]
-        for key, preset in presets.PRESETS.items()
-    }
-
-
-def longer_gain(key):
-    """What a preset has over the dense one, with its interval and unit, str."""
-    accuracy = longer_accuracy()
-    pairs = zip(accuracy[key], accuracy["dense"], strict=True)
-    found = difference(key, [a - b for a, b in pairs])
-    return answers.with_unit(answers.gain(key, "dense"), found)
-
-
-def routing_brought():
-    """What the study says about routing, in some sentences, str."""
-    found = read_json(RESULTS)
-    family = answers.claims(found)[1].differences[answers.PRIMARY]
-    stand = sum(d.adjusted_p < 0.05 for d in family)
-
-    def gain(left, right):
-        return effect_of(found, answers.gain(left, right)).removesuffix(" points")
-
-    over_dense, longer = (
-        " and ".join(
-            ", ".join(
-                f"{title} {gain_of(key)}" for title, key in MIXTURES.items()
-            ).rsplit(", ", 1)
-        )
-        for gain_of in (
-            lambda key: gain(key, "dense"),
-            lambda key: longer_gain(key).removesuffix(" points"),
-        )
-    )
-    return (
-        "Little, in small models. 2,600 letters and signs, questions written before "
-        "the trainings, six seeds, points of accuracy (95 %) at the same FLOP and "
-        f"steps. Over the dense model: {over_dense}; {stand or 'none'} of the "
-        f"{len(family)} stands after the correction. The V-MoE over one with random "
-        f"routing: {gain('vmoe', 'random')}. What learns faster is ahead there: "
-        f"experts of fixed positions by {gain('position', 'dense')}, and the dense "
-        f"model by {gain('longer', 'dense')} (three seeds) with the quarter more steps "
-        "for which the mixtures take time. After four times as many steps no gain "
-        "shows: "
-        f"{longer} (three seeds)"
-    )
 
 
 def effect_of(results, effect):

@@ -73,7 +73,7 @@ def code(notebook):
 def files():
     """Dict from paths below `docs` to bytes: notebooks and programs of all guides."""
     found = {}
-    for name in guides.with_record():
+    for name in guides.names():
         text = nbformat.writes(notebook(name)) + "\n"
         found[f"guides/{name}.ipynb"] = text.encode()
         found[f"guides/{name}.py"] = (guides.GUIDES / f"{name}.py").read_bytes()

@@ -14,31 +14,30 @@ import numpy as np
 from matplotlib.patches import Rectangle
 
 import keras_softmoe as ksm
-from experiments import preset_claims
-from experiments.glyph_presets import EPOCH_IMAGES
 from experiments.letters import answers
 from experiments.lib.runs import read_json
 from experiments.pages import letters
-from experiments.pages.gallery import drawn
 from experiments.pages.guides import small_figure
+from experiments.pages.presets import drawn
 
 TOKENS, WIDTH, EXPERTS = 12, 8, 4
 COLORS = ["#1f77b4", "#d98200", "#2a9d55", "#b03a8c"]
 DROPPED = "#999999"
 # How many tokens prefer each expert, before there is noise.
 PREFERENCES = (7, 2, 2, 1)
+# Of the tokens of LIMoE's router.
+SPLIT = (("image", 8), ("text", 4))
 NUM_IMAGES = 64
 
 
 def draw(docs):
     """Write all pictures into the directory of the pages."""
     concepts, gallery = docs / "concepts" / "images", docs / "images"
-    for name, (title, router, arguments) in routers().items():
-        _save(_routing(title, router, arguments), concepts / f"{name}.png")
+    for name, (title, router) in routers().items():
+        _save(_routing(title, router), concepts / f"{name}.png")
     _save(_weights(), concepts / "soft_against_sparse.png")
     _save(_dropped(), concepts / "dropped.png")
     _save(_schedules(), concepts / "schedules.png")
-    _save(learning_curves(), gallery / "preset_curves.png")
     _save(answers.plot_answers(read_json(letters.RESULTS)), gallery / "letters.png")
     for name in ksm.presets.names():
         if ksm.presets.describe(name).kind == "trained" and drawn(name):
@@ -46,56 +45,48 @@ def draw(docs):
 
 
 def routers():
-    """Dict from names of pictures to titles, routers and arguments of their calls."""
+    """Dict from names of pictures to pairs of a title and a router."""
     of = ksm.routers
     same = {"num_experts": EXPERTS, "capacity_factor": 1.0}
-    split = {"modalities": (("image", 8), ("text", 4))}
-    return {
+    found = {
         "soft": (
-            "SoftRouter: every slot is a mean of all tokens, with its own weights",
+            "every slot is a mean of all tokens, with its own weights",
             of.SoftRouter(EXPERTS, 3, initial_scale=4.0),
-            {},
         ),
-        "identity": (
-            "IdentityRouter: tokens in turn, whatever they are",
-            of.IdentityRouter(EXPERTS),
-            {},
-        ),
+        "identity": ("tokens in turn, whatever they are", of.IdentityRouter(EXPERTS)),
         "softmax_token_choice": (
-            "SoftmaxTokenChoiceRouter: tokens choose, first come first served",
+            "tokens choose, first come first served",
             of.SoftmaxTokenChoiceRouter(**same),
-            {},
         ),
         "batch_priority": (
-            'priority="max": tokens choose, the most certain first',
+            "tokens choose, the most certain first",
             of.SoftmaxTokenChoiceRouter(priority="max", **same),
-            {},
         ),
         "sinkhorn_token_choice": (
-            "SinkhornTokenChoiceRouter: tokens choose by a balanced plan",
+            "tokens choose by a balanced plan",
             of.SinkhornTokenChoiceRouter(**same),
-            {},
         ),
         "softmax_expert_choice": (
-            "SoftmaxExpertChoiceRouter: experts choose their most probable tokens",
+            "experts choose their most probable tokens",
             of.SoftmaxExpertChoiceRouter(**same),
-            {},
         ),
         "sinkhorn_expert_choice": (
-            "SinkhornExpertChoiceRouter: experts choose by a balanced plan",
+            "experts choose by a balanced plan",
             of.SinkhornExpertChoiceRouter(**same),
-            {},
         ),
         "sparse_transport_expert_choice": (
-            "SparseTransportExpertChoiceRouter: a plan within the capacity",
+            "a plan within the capacity",
             of.SparseTransportExpertChoiceRouter(**same),
-            {},
         ),
         "limoe": (
-            "LIMoERouter: tokens of an image and of a caption choose together",
+            "tokens of an image and of a caption choose together",
             of.LIMoERouter(**same),
-            split,
         ),
+    }
+    names = {"batch_priority": 'priority="max"'}
+    return {
+        name: (f"{names.get(name, type(router).__name__)}: {text}", router)
+        for name, (text, router) in found.items()
     }
 
 
@@ -109,7 +100,7 @@ def _tokens():
     return tokens.astype("float32"), tokens[0, :, :EXPERTS].argmax(-1)
 
 
-def _decide(router, arguments):
+def _decide(router):
     tokens, preferred = _tokens()
     keras.utils.set_random_seed(1)
     router.build(tokens.shape)
@@ -121,17 +112,19 @@ def _decide(router, arguments):
         slots = np.random.default_rng(0).normal(size=router.mu.shape) / 4
         slots[np.arange(EXPERTS), np.arange(EXPERTS)] += 1
         router.mu.assign(slots)
-    return router(tokens, **arguments), preferred
+    split = {"modalities": SPLIT} if isinstance(router, ksm.routers.LIMoERouter) else {}
+    return router(tokens, **split), preferred
 
 
-def _routing(title, router, arguments):
+def _routing(title, router):
     """Tokens on the left, the slots of experts on the right, and who goes where."""
-    decision, preferred = _decide(router, arguments)
+    decision, preferred = _decide(router)
     dense = ksm.ops.to_dense(decision.routing, TOKENS)
     # (S, E, C)
     dispatch = keras.ops.convert_to_numpy(dense.dispatch)[0]
     _, num_experts, capacity = dispatch.shape
-    modalities = arguments.get("modalities", (("token", TOKENS),))
+    is_limoe = isinstance(router, ksm.routers.LIMoERouter)
+    modalities = SPLIT if is_limoe else (("token", TOKENS),)
     figure, ax = plt.subplots(figsize=(7, 4.2), layout="constrained")
     tops = np.arange(TOKENS)[::-1] * 1.0
     gap = (TOKENS - 1) / (num_experts * capacity + num_experts - 1 - 1)
@@ -185,8 +178,8 @@ def _weights():
     figure, axes = plt.subplots(2, 2, figsize=(7, 5.6), layout="constrained")
     chosen = {"soft": "SoftRouter", "batch_priority": "SoftmaxTokenChoiceRouter"}
     for row, (name, title) in zip(axes, chosen.items(), strict=True):
-        _, router, arguments = routers()[name]
-        decision, _ = _decide(router, arguments)
+        _, router = routers()[name]
+        decision, _ = _decide(router)
         dense = ksm.ops.to_dense(decision.routing, TOKENS)
         for ax, part in zip(row, ("dispatch", "combine"), strict=True):
             weights = keras.ops.convert_to_numpy(getattr(dense, part))[0]
@@ -272,26 +265,6 @@ def _preset(name):
     chosen = images[[list(labels).index(label) for label in (0, 2, 3, 5, 8)]]
     routing = ksm.analysis.analyze(model, chosen, num_pictures=5, verbose=0)
     return routing.plot("slots" if name.startswith("soft") else "experts")
-
-
-def learning_curves():
-    """How the presets of `preset_claims` learned, one line for each training."""
-    figure, ax = plt.subplots(figsize=(6, 3.4), layout="constrained")
-    trainings = preset_claims.trainings()
-    for color, (title, runs) in zip(COLORS, trainings.items(), strict=False):
-        for run in runs:
-            accuracy = [100 * point["accuracy"] for point in run["curve"]]
-            images = EPOCH_IMAGES * np.arange(1, len(accuracy) + 1) / 1000
-            label = title if run is runs[0] else None
-            ax.plot(images, accuracy, color=color, linewidth=1, label=label)
-    ax.set(
-        xlabel="thousand images seen",
-        ylabel="accuracy on other glyphs, %",
-        title="One line for each training",
-    )
-    ax.title.set_fontsize(10)
-    ax.legend(frameon=False)
-    return figure
 
 
 def _save(figure, path):

@@ -21,7 +21,7 @@ def report(results):
             "parameters",
             "GFLOP per image",
             "steps",
-            "processor time of a step",
+            "CPU time of a step",
         ),
         *("features change by", "accuracy", "over dense"),
         *(f"of {name}" for name in CLASSES),
@@ -58,10 +58,10 @@ def report(results):
         [
             *lines,
             "",
-            f"Percent of the {results['pictures']['test']} test pictures, mean ± half "
+            f"Percent of the {results['pictures']['test']} test images, mean ± half "
             f"of the {100 * CONFIDENCE:g} % t-interval over {seeds} seeds; "
             "differences within each seed. Features change by: before any training. "
-            "Processor time of a step: over that of the dense model, in turns in one "
+            "CPU time of a step: over that of the dense model, in turns in one "
             f"process. The rate {results['learning_rate']:g} was chosen for the dense "
             f"model: validation accuracy {tried}.",
         ]

@@ -29,7 +29,7 @@ GLYPH_SEED, SHAPE_SEED, NEW_SHAPE_SEED = 10_000, 101, 102
 
 
 def _glyphs():
-    images, labels = glyphs(NUM_GLYPHS, seed=GLYPH_SEED, verbose=0)
+    images, labels = glyphs(NUM_GLYPHS, seed=GLYPH_SEED)
     return _signs(images, labels, np.array(GLYPH_CLASSES))
 
 

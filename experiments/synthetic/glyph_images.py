@@ -1,31 +1,16 @@
-"""Synthetic images of letters and signs: an upstream task that needs no network."""
+"""Synthetic pictures of letters and signs: an upstream task that needs no network."""
 
 import functools
-import hashlib
-import importlib
-import os
-import zipfile
 from typing import NamedTuple
 
-import keras
 import numpy as np
 
-from experiments.synthetic.distortion import (
-    area_matrix,
-    bilinear_matrix,
-    sample_fields,
-    warped_grid,
-)
-from experiments.synthetic.fonts import OFFSET, STEPS, import_matplotlib
+from experiments.synthetic.fonts import OFFSET, STEPS, sample_fields, warped_grid
 from experiments.synthetic.glyph_bank import glyph_bank
-from keras_softmoe.checks import check_whole_numbers
-from keras_softmoe.files import atomic_file
 
-# Raise with any change to the images: old caches are then left alone.
-_VERSION = 1
 # Images are drawn in blocks, one random stream each. Part of what a seed means.
 _BLOCK = 256
-# Sides, in pixels, of the coarse grids that an image may have passed through.
+# Sides, in pixels, of the coarse grids that a picture may have passed through.
 # (0: none.) All are equally likely, so the commonest is listed most often.
 _COARSE = (0, 0, 0, 8, 8, 8, 8, 10, 12, 16)
 # Places that are tried for a distractor.
@@ -33,64 +18,51 @@ _TRIES = 4
 
 
 def glyphs(
-    num_images: int,
-    image_size: int = 32,
-    seed: int = 0,
-    start: int = 0,
-    cache_dir: str | os.PathLike | None = None,
-    verbose: int = 1,
-    placement: str = "center",
-    distractors: int = 0,
-    glyph_size: int | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Draw synthetic images of letters and signs, `len(GLYPH_CLASSES)` classes.
+    num_images, image_size=32, seed=0, start=0, placement="center", distractors=0
+):
+    """Synthetic images of letters and signs, `len(GLYPH_CLASSES)` classes.
 
     Latin, Greek, Cyrillic, Armenian, Georgian and Hebrew letters, punctuation and
-    mathematical signs, white on black, from the fonts inside matplotlib: as print or as
-    the path of a pen, in random weight, sharpness and contrast, distorted, at random
-    resolution (down to 8 x 8, then enlarged) and with noise. No digit of any script,
-    and no letter that resembles one, except Latin letters (O, I, S, Z, B, q).
+    mathematical signs, white on black. They are drawn from the fonts that ship inside
+    matplotlib, as print or as the path of a pen along the centre lines, in random
+    weight, sharpness and contrast, under rotation, scaling, shear, perspective and a
+    smooth warp, at random resolution (down to 8 x 8, then enlarged) and with noise. No
+    digit of any script is a class.
 
-    Image `i` depends on `seed` and `i` alone. Other versions of matplotlib, Pillow and
-    NumPy, and other processors, may round grey values differently.
+    Image `i` depends on `seed` and `i` alone: a smaller set is the beginning of a
+    larger one, and parts made with `start` join to the whole.
 
     Args:
-        num_images: int, number of images, at least 1.
+        num_images: int.
         image_size: int, side of the images in pixels, at least 8.
-        seed: int, at least 0.
-        start: int, index of the first image, at least 0.
-        cache_dir: optional path of a directory, where the set is stored.
-        verbose: int, 0 for silence, 1 for a progress bar.
-        placement: `"center"`, or `"anywhere"`: each place within the image is equally
-            likely.
+        seed: int. Another seed gives other images of the same classes.
+        start: int, index of the first image.
+        placement: `"center"`, the glyph fills the image, or `"anywhere"`: it has two
+            thirds of the image's side, and each place is equally likely.
         distractors: int, pieces of other glyphs, half as high and wide, that lie
             anywhere in the image: of some places the one that covers least of the
             glyph.
-        glyph_size: int from 8 to `image_size`, side in pixels of the square in which
-            the glyph is drawn. If `None` the whole image for `"center"`, two thirds
-            of its side for `"anywhere"`.
 
     Returns:
-        Tuple of the images, uint8 of shape (num_images, image_size, image_size, 3) with
-        equal channels, and the labels, int32 of shape (num_images,).
-
-    Raises:
-        ValueError: if a number is out of range, or there is no such placement.
-
-    Examples:
-        >>> images, labels = glyphs(28, image_size=32, cache_dir="cache")
+        Tuple of the images, uint8 of shape (num_images, image_size, image_size, 3) in
+        0..255 with equal channels, and the labels, int32 of shape (num_images,),
+        indices into `GLYPH_CLASSES`.
     """
-    check_whole_numbers(1, num_images=num_images)
-    check_whole_numbers(8, image_size=image_size)
-    check_whole_numbers(0, seed=seed, start=start, distractors=distractors)
-    layout = _layout(image_size, placement, distractors, glyph_size)
-    path = cache_dir and _cache_path(cache_dir, num_images, layout, seed, start)
-    drawn = _read_cache(path) if path else None
-    if drawn is None:
-        drawn = _draw_range(num_images, layout, seed, start, verbose)
-        if path:
-            _write_cache(path, *drawn)
-    images, labels = drawn
+    glyph_size = image_size
+    if placement == "anywhere":
+        glyph_size = max(round(image_size * 2 / 3), 8)
+    layout = _Layout(image_size, glyph_size, placement, distractors)
+    bank = glyph_bank()
+    images = np.empty((num_images, image_size, image_size), "uint8")
+    labels = np.empty((num_images,), "int32")
+    done = 0
+    while done < num_images:
+        block, skip = divmod(start + done, _BLOCK)
+        take = min(_BLOCK - skip, num_images - done)
+        drawn = _draw_block(bank, layout, seed, block)
+        for whole, part in zip((images, labels), drawn, strict=True):
+            whole[done : done + take] = part[skip : skip + take]
+        done += take
     return np.repeat(images[..., None], 3, axis=-1), labels
 
 
@@ -103,45 +75,7 @@ class _Layout(NamedTuple):
     distractors: int
 
 
-def _layout(image_size, placement, distractors, glyph_size):
-    if placement not in ("center", "anywhere"):
-        raise ValueError(
-            f"Accepted: 'center', 'anywhere'. Received: placement={placement!r}."
-        )
-    if glyph_size is None:
-        glyph_size = image_size
-        if placement == "anywhere":
-            glyph_size = max(round(image_size * 2 / 3), 8)
-    check_whole_numbers(8, glyph_size=glyph_size)
-    if glyph_size > image_size:
-        raise ValueError(
-            "A glyph has to fit into the image. Received: "
-            f"glyph_size={glyph_size}, image_size={image_size}."
-        )
-    return _Layout(image_size, glyph_size, placement, distractors)
-
-
 # === Drawing ===
-
-
-def _draw_range(num_images, layout, seed, start, verbose):
-    """One-channel images `start` to `start + num_images`, and their labels."""
-    bank = glyph_bank()
-    image_size = layout.image_size
-    images = np.empty((num_images, image_size, image_size), "uint8")
-    labels = np.empty((num_images,), "int32")
-    bar = keras.utils.Progbar(num_images, unit_name="image") if verbose else None
-    done = 0
-    while done < num_images:
-        block, skip = divmod(start + done, _BLOCK)
-        take = min(_BLOCK - skip, num_images - done)
-        drawn = _draw_block(bank, layout, seed, block)
-        for whole, part in zip((images, labels), drawn, strict=True):
-            whole[done : done + take] = part[skip : skip + take]
-        done += take
-        if bar:
-            bar.update(done)
-    return images, labels
 
 
 def _draw_block(bank, layout, seed, block):
@@ -184,14 +118,14 @@ def _beside(corner, layout, side, rng):
     return tries[covered.argmin(axis=0), :, np.arange(_BLOCK)].T
 
 
-def _put(canvas, images, corner):
-    """Draw an image on each canvas, white over black."""
-    squares = _squares(corner, images.shape[1])
-    canvas[squares] = np.maximum(canvas[squares], images)
+def _put(canvas, pictures, corner):
+    """Draw a picture on each canvas, white over black."""
+    squares = _squares(corner, pictures.shape[1])
+    canvas[squares] = np.maximum(canvas[squares], pictures)
 
 
 def _squares(corner, side):
-    """Index of squares in a batch of images; `corner` `(2, B)`: top, left."""
+    """Index of squares in a batch of pictures; `corner` `(2, B)`: top, left."""
     top, left = corner[..., None] + np.arange(side)
     return np.arange(_BLOCK)[:, None, None], top[:, :, None], left[:, None, :]
 
@@ -242,33 +176,19 @@ def _passages(image_size):
     )
 
 
-# === Cache ===
+def bilinear_matrix(size, source):
+    """Matrix `(size, source)` that enlarges, pixel centres aligned, edges held."""
+    position = (np.arange(size) + 0.5) * source / size - 0.5
+    position = np.clip(position, 0, source - 1)
+    distance = np.abs(position[:, None] - np.arange(source))
+    return np.clip(1 - distance, 0, None).astype("float32")
 
 
-def _cache_path(cache_dir, num_images, layout, seed, start):
-    """Name that changes with the arguments and all else that the bytes depend on."""
-    libraries = (import_matplotlib(), importlib.import_module("PIL"), np)
-    versions = (_VERSION, *(library.__version__ for library in libraries))
-    words = "/".join(map(str, versions))
-    digest = hashlib.sha256(words.encode()).hexdigest()[:12]
-    name = f"glyphs_{num_images}x{layout.image_size}_seed{seed}_from{start}"
-    if layout != _layout(layout.image_size, "center", 0, None):
-        name += "_" + "-".join(map(str, layout[1:]))
-    name += f"_{digest}.npz"
-    return os.path.join(cache_dir, name)
-
-
-def _read_cache(path):
-    """(images, labels), or None if there is no such file or it is damaged."""
-    try:
-        with open(path, "rb") as file:
-            stored = np.load(file)
-            return stored["images"], stored["labels"]
-    except (OSError, EOFError, LookupError, ValueError, zipfile.BadZipFile):
-        # It is only a cache: the images are drawn again and the file replaced.
-        return None
-
-
-def _write_cache(path, images, labels):
-    with atomic_file(path) as aside, open(aside, "wb") as file:
-        np.savez(file, images=images, labels=labels)
+def area_matrix(size, source):
+    """Matrix `(size, source)` that shrinks by averaging what each sample covers."""
+    edges = np.arange(size + 1)[:, None] * source / size
+    pixel = np.arange(source)
+    end = np.minimum(edges[1:], pixel + 1)
+    begin = np.maximum(edges[:-1], pixel)
+    covered = np.clip(end - begin, 0, None)
+    return (covered * size / source).astype("float32")

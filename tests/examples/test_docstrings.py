@@ -1,4 +1,6 @@
-"""Every public name has an example, and every example runs: each on one backend."""
+"""Every public name has types and an example, and every example runs on one backend."""
+
+import inspect
 
 import keras
 import numpy as np
@@ -76,3 +78,47 @@ def test_examples_run(name, new_names, set_up, folder, monkeypatch):
 def test_every_public_name_has_an_example():
     assert not [name for name, texts in EXAMPLES.items() if name not in texts]
     assert set(NOT_RUN) | set(BACKEND_OF) <= {*EXAMPLES, *docstrings.MODULES}
+
+
+# === Types: `make lint` checks the examples ===
+
+
+def signatures():
+    """Dict from `module.name`, or `module.name.method`, to the functions that are ours.
+
+    What a class overrides of Keras and KerasHub keeps their signature, without types.
+    """
+    found = {}
+    for name, value in docstrings.public_names().items():
+        if inspect.isfunction(value):
+            found[name] = inspect.unwrap(value)
+            continue
+        others = [cls for cls in value.__mro__ if not is_ours(cls)]
+        for part, method in vars(value).items():
+            method = getattr(method, "__func__", getattr(method, "fget", method))
+            is_new = not any(part in vars(cls) for cls in others)
+            is_public = part == "__init__" or (not part.startswith("_") and is_new)
+            if is_public and inspect.isfunction(method) and is_ours(method):
+                found[f"{name}.{part}"] = inspect.unwrap(method)
+    return found
+
+
+def is_ours(value):
+    return value.__module__.startswith("keras_softmoe")
+
+
+def test_every_parameter_has_a_type():
+    found = signatures()
+    assert len(found) > 100
+    for name, function in found.items():
+        signature = inspect.signature(function)
+        untyped = [
+            parameter.name
+            for parameter in signature.parameters.values()
+            if parameter.annotation is parameter.empty
+            and parameter.kind != parameter.VAR_KEYWORD
+            and parameter.name not in ("self", "cls")
+        ]
+        assert not untyped, name
+        if not name.endswith("__init__"):
+            assert signature.return_annotation is not signature.empty, name

@@ -1,21 +1,31 @@
-"""The study on letters: data, models, trainings that go on, answers of made-up rows."""
+"""The study on letters: data, models, trainings that go on, answers, presets."""
 
 import dataclasses
 import itertools
 
+import keras
 import numpy as np
 import pytest
 from keras.ops import convert_to_numpy
 
-from experiments.letters import __main__ as program, answers, routers
+import keras_softmoe as ksm
+from experiments.letters import __main__ as program, answers, presets, upcycling
 from experiments.letters.bank import NEW_FONTS, SPLITS, load_bank, make_bank
-from experiments.letters.measures import TEST_SEED, accuracy
-from experiments.letters.models import MODELS, SMOKE, STUDY, build, count
+from experiments.letters.models import (
+    MODELS,
+    SMOKE,
+    STUDY,
+    VIEWS,
+    ViewRouter,
+    count,
+)
 from experiments.letters.pictures import BLOCK, IMAGE_SIZE, PLACEMENTS, Letters
-from experiments.letters.trainings import gather, names_of, training, weights_file
-from experiments.lib.runs import finish, write_json
-from experiments.pages import letters as page
+from experiments.letters.trainings import gather, names_of, training
+from experiments.lib.cards import read_metadata
+from experiments.lib.runs import finish
 from tests.support.close import assert_near
+
+# === The study ===
 
 
 @pytest.fixture(scope="module")
@@ -110,10 +120,10 @@ def test_views():
         "content_only": images - mean + mean.mean(0),
         "other_image": images[[3, 0, 1, 2]],
     }
-    for name, view in routers.VIEWS.items():
+    for name, view in VIEWS.items():
         seen = convert_to_numpy(view(tokens, positions=4)).reshape(images.shape)
         assert_near(seen, expected[name], atol=1e-6, err_msg=name)
-    router = routers.ViewRouter(2, capacity_factor=1.0)
+    router = ViewRouter(2, capacity_factor=1.0)
     ordinary = convert_to_numpy(router(tokens).summary["logits"])
     router.view = lambda tokens: 2 * tokens
     doubled = convert_to_numpy(router(tokens).summary["logits"])
@@ -154,34 +164,16 @@ def test_an_interrupted_training_goes_on(finished, tmp_path):
     assert row == {"seed": 0, **whole}
 
 
-def test_weights_are_kept(finished):
-    directory, letters, results = finished
-    bank = letters["anywhere"].bank
-    classifier = build(SMOKE, MODELS["vmoe"], bank.num_classes)
-    classifier.load_weights(weights_file(directory, "anywhere_vmoe_seed0"))
-    (row,) = results["runs"]["anywhere_vmoe"]
-    pictures = letters["anywhere"].take(SMOKE.test_images, TEST_SEED)
-    assert accuracy(classifier, *pictures) == row["accuracy"]
-
-
 def test_results(finished):
     _, _, results = finished
     (soft,) = results["runs"]["anywhere_soft_5"]
     (vmoe,) = results["runs"]["anywhere_vmoe"]
     assert set(soft["few_shot"]) == {"1", "5"} and "views" not in soft
-    assert set(vmoe["views"]) == set(routers.VIEWS)
+    assert set(vmoe["views"]) == set(VIEWS)
     assert set(vmoe["slots"]) == {"0.25", "0.5"}
     assert all(0 <= block["dropped"] < 1 for block in vmoe["blocks"].values())
     assert all(abs(b["cosine_within"]) <= 1 for b in soft["blocks"].values())
     assert set(results["models"]) == set(names_of())
-
-
-def test_waits_while_there_is_a_file(tmp_path, monkeypatch):
-    file = tmp_path / "pause"
-    file.touch()
-    monkeypatch.setattr(program.time, "sleep", lambda seconds: file.unlink())
-    program.wait_while_paused(file)
-    assert not file.exists()
 
 
 # === Answers ===
@@ -212,7 +204,7 @@ def made_up(seeds=(0, 1, 2, 3, 4, 5)):
                     "few_shot": {"1": 0.1, "5": 0.2},
                     "blocks": {"1": block, "3": block},
                     "slots": {"0.5": slots, "0.25": slots},
-                    "views": dict.fromkeys(routers.VIEWS, accuracy - 0.3),
+                    "views": dict.fromkeys(VIEWS, accuracy - 0.3),
                 }
             )
     models = {
@@ -222,42 +214,28 @@ def made_up(seeds=(0, 1, 2, 3, 4, 5)):
     return {"models": models, "runs": runs, "seconds": seconds}
 
 
-def test_answers_of_made_up_rows(tmp_path):
+def test_answers_of_made_up_rows():
     results = made_up()
-    found = {claim.source: claim for claim in answers.claims(results)}
+    found = answers.outcomes(results)
     assert list(found) == list("abcdef")
-    first = found["a"].differences[answers.PRIMARY][0]
+    first = found["a"][0][0]
     assert first.mean == pytest.approx(0.1, abs=0.01) and first.seeds == 6
-    assert found["a"].survives(answers.PRIMARY)
-    assert found["b"].verdict(answers.PRIMARY) == "open"
     # The family is that of all primary outcomes: 12.
-    family = [d for claim in found.values() for d in claim.differences[answers.PRIMARY]]
+    family = [d for primary, _ in found.values() for d in primary]
     assert len(family) == 12
     smallest = min(family, key=lambda d: d.p)
     assert smallest.adjusted_p == pytest.approx(12 * smallest.p)
     assert all(np.isnan(d.adjusted_p) or d.adjusted_p >= d.p for d in family)
-    assert all(np.isnan(d.adjusted_p) for d in found["a"].differences["secondary"])
+    assert all(np.isnan(d.adjusted_p) for d in found["a"][1])
     effect, other = answers.QUESTIONS["a"].primary[0], answers.QUESTIONS["b"].primary[0]
     assert answers.answer(effect, first) == "yes"
     assert answers.answer(effect, first._replace(mean=-0.1)) == "no"
-    (none,) = found["b"].differences[answers.PRIMARY][:1]
+    none = found["b"][0][0]
     assert answers.answer(other, none) == "less than a point"
     assert answers.answer(other, none._replace(error=0.1)) == "open"
-    answers.write_answers(results, tmp_path)
-    text = (tmp_path / "README.md").read_text("utf-8")
+    text = answers.report(results)
     assert "**yes**" in text and "**open**" in text and "nan" not in text
-    assert (tmp_path / "answers.png").stat().st_size > 10_000
-
-
-def test_primary_outcomes_are_on_the_page(tmp_path, monkeypatch):
-    monkeypatch.setattr(page, "RESULTS", tmp_path / "results.json")
-    write_json(page.RESULTS, made_up())
-    _, _, *rows = page.answers_table().splitlines()
-    assert len(rows) == 6 + 12
-    assert rows[0].startswith("| **(a)** | **Is learned routing better")
-    assert "points" in rows[1]
-    _, _, *rows = page.models_table().splitlines()
-    assert [row.split(" | ")[-1] for row in rows] == ["6 |"] * len(rows)
+    answers.plot_answers(results)
 
 
 def test_answers_of_few_rows(finished):
@@ -280,3 +258,114 @@ def test_every_number_of_the_answers_is_measured(finished):
                 # Blocks of the smallest models have other numbers.
                 path = [{"3": "1", "1": "0"}.get(key, key) for key in path]
                 assert answers.values(results, known, path), (run, path)
+
+
+# === Presets ===
+
+
+def test_program(tmp_path):
+    work, output = tmp_path / "work", tmp_path / "presets"
+    places = ["--work", str(work), "--output", str(output)]
+    places += ["--records", str(tmp_path / "trained.json")]
+    presets.main(["--scale", "smoke", "--only", "vmoe", *places])
+    (name,) = (path.name for path in output.iterdir())
+    directory = output / name
+    accuracy = read_metadata(directory)["accuracy"]
+    assert accuracy["letters, trained fonts"] <= 1
+    assert "letters, few-shot, never seen, 5 of a class" in accuracy
+    card = (directory / "README.md").read_text(encoding="utf-8")
+    assert name in card
+    assert all(f"\n| {seed} | 0." in card for seed in SMOKE.seeds)
+    classifier = ksm.models.ViTMoEImageClassifier.from_preset(str(directory))
+    router = classifier.backbone.router
+    assert type(router) is ksm.routers.SoftmaxTokenChoiceRouter
+    images, labels = Letters(load_bank(work, SMOKE.candidates), "anywhere").take(
+        SMOKE.test_images, 7
+    )
+    predicted = classifier.predict(images, batch_size=64, verbose=0).argmax(-1)
+    assert predicted.shape == labels.shape and np.ptp(labels) > 0
+
+
+# === Upcycling ===
+
+SEED = upcycling.SEEDS[0]
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory):
+    """Directory with a trained dense start, the letters, and the file of the start."""
+    directory = tmp_path_factory.mktemp("letters")
+    letters = Letters(load_bank(directory, SMOKE.candidates), "anywhere")
+    file = upcycling.start_file(directory, SEED)
+    finish(upcycling.start_run(SMOKE, letters, SEED, file), directory)
+    return directory, letters, file
+
+
+def moments(classifier, kind):
+    """Moments by the path of the weight."""
+    found = upcycling.moments_of(classifier.optimizer, kind)
+    weights = classifier.trainable_variables
+    return {w.path: convert_to_numpy(m) for w, m in zip(weights, found, strict=True)}
+
+
+@pytest.mark.parametrize("name", ["dense", "expert_choice"])
+def test_experts_have_the_dense_state(started, name):
+    dense = keras.saving.load_model(started[2])
+    variant = upcycling.VARIANTS[name]
+    model = upcycling.continued(dense, variant, SMOKE)
+    assert int(model.optimizer.iterations) == int(dense.optimizer.iterations) == 4
+    for kind in ("momentum", "velocity"):
+        given, found = moments(dense, kind), moments(model, kind)
+        assert any(np.any(x) for x in given.values())
+        for path, moment in found.items():
+            if "router" in path:
+                assert not moment.any()
+            elif "experts" in path:
+                assert len(moment) == upcycling.NUM_EXPERTS
+                assert moment.any() and (moment == moment[:1]).all()
+            else:
+                np.testing.assert_array_equal(moment, given[path])
+
+
+def test_without_moments_the_rate_goes_on(started):
+    dense = keras.saving.load_model(started[2])
+    with_past, without = (
+        upcycling.continued(dense, upcycling.VARIANTS[name], SMOKE)
+        for name in ("expert_choice", "no_moments")
+    )
+    assert int(without.optimizer.iterations) == 0
+    assert not any(np.any(x) for x in moments(without, "velocity").values())
+    rates = [float(m.optimizer.learning_rate) for m in (with_past, without)]
+    assert rates[0] == pytest.approx(rates[1]) and rates[0] > 0
+
+
+def test_gates_of_a_token_sum_to_one():
+    router = upcycling.NormalizedExpertChoiceRouter(4, 2.0)
+    tokens = np.random.default_rng(0).normal(size=(2, 12, 8)).astype("float32")
+    routing = router(tokens).routing
+    total = convert_to_numpy(ksm.ops.to_dense(routing, 12).combine).sum((2, 3))
+    chosen = convert_to_numpy(ksm.ops.to_dense(routing, 12).dispatch).sum((2, 3)) > 0
+    np.testing.assert_allclose(total, chosen, rtol=1e-5)
+    assert chosen.any()
+
+
+def test_all_cost_the_same():
+    found = {
+        name: upcycling.cost(STUDY, variant, 2600)["training_gflop"]
+        for name, variant in upcycling.VARIANTS.items()
+    }
+    for name, gflop in found.items():
+        assert gflop == pytest.approx(found["dense"], rel=0.03), name
+
+
+def test_upcycling_program(started, capsys):
+    directory, *_ = started
+    arguments = ["--scale", "smoke", "--seeds", str(SEED), "--work", str(directory)]
+    upcycling.main(arguments)
+    results = upcycling.read_json(directory / "upcycling.json")
+    for name in upcycling.VARIANTS:
+        (row,) = results["runs"][name].values()
+        assert 0 <= row["accuracy"] <= 1 and "accuracy" in row["before"]
+    (start,) = results["starts"].values()
+    (dense,) = results["runs"]["dense"].values()
+    assert dense["before"]["accuracy"] == start["accuracy"]

@@ -174,7 +174,7 @@ def test_the_program_goes_on_and_reports(wheels, weights, tmp_path, monkeypatch)
         change = found["0"]["before"]["feature_difference"]
         assert (change == 0) == (name == "dense")
     table = report(results)
-    assert table.count("\n| ") == len(task.variants) and "9 test pictures" in table
+    assert table.count("\n| ") == len(task.variants) and "9 test images" in table
     # What is finished is not trained again.
     monkeypatch.setattr("experiments.lib.runs._train", None)
     assert program.experiment(task, tmp_path, output, PLAN.seeds) == results
@@ -191,15 +191,3 @@ def test_the_rate_is_the_best_of_the_dense_model():
     assert cells.chosen_rate(tried(0.3, 0.2, 0.1)) == (1e-5, 3e-6)
     equal = {1e-5: {"accuracy": 0.5, "loss": 2.0}, 3e-5: {"accuracy": 0.5, "loss": 1.0}}
     assert cells.chosen_rate(equal)[0] == 3e-5
-
-
-def test_trainings_wait_while_they_are_asked_to(monkeypatch, tmp_path):
-    pause = tmp_path / "pause"
-    pause.touch()
-    waited = []
-    monkeypatch.setattr(cells, "PAUSE", pause)
-    monkeypatch.setattr(cells.time, "sleep", lambda s: waited.append(pause.unlink()))
-    clock = cells.Clock()
-    clock.step()
-    clock.step()
-    assert len(waited) == 1 and clock.median() >= 0

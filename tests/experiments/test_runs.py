@@ -1,16 +1,24 @@
-"""What all experiments share: data by epoch, results in files, interruptions."""
+"""What all experiments share: data by epoch, results in files, commands."""
 
 import dataclasses
 import json
+import re
+import sys
 
 import keras
 import numpy as np
 import pytest
 
+from experiments import glyph_presets, limoe_presets, upload_presets, versions
+from experiments.letters import __main__ as letters, answers, presets, upcycling
 from experiments.lib import runs
+from experiments.pages import __main__ as pages
+from experiments.real_weights import __main__ as real_weights, dinov2
 from keras_softmoe import models
 from tests.support import tiny
 from tests.support.close import assert_near
+
+# === Runs ===
 
 
 def test_batches_are_whole():
@@ -111,3 +119,75 @@ def test_a_training_with_other_settings_is_refused(tmp_path):
     with pytest.raises(ValueError, match="Received: 'tiny'"):
         runs.finish(other, tmp_path)
     assert runs.finish(same, tmp_path) == done
+
+
+# === Commands ===
+
+COMMANDS = [
+    answers,
+    glyph_presets,
+    letters,
+    limoe_presets,
+    pages,
+    presets,
+    upcycling,
+    dinov2,
+    real_weights,
+    upload_presets,
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.__name__)
+def test_help(command, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["command", "--help"])
+    with pytest.raises(SystemExit) as end:
+        command.main()
+    assert end.value.code == 0
+    assert re.search(r"usage: .*options:", capsys.readouterr().out, flags=re.DOTALL)
+
+
+# === The table of releases says what the logs of their runs say ===
+
+LOG = """\
+============ test session starts ============
+releases: backend {backend}, python {python}, keras 3.15.1, numpy 2.5.5, {backend} 1.2
+testpaths: tests
+tests/a.py 4 passed.
+
+{end}
+"""
+CLOSING = "=== 1 failed, 440 passed, 9 deselected, 2 errors in 12.30s (0:00:12) ==="
+
+
+def log(backend="jax", python="3.13.0", end=CLOSING):
+    return LOG.format(backend=backend, python=python, end=end)
+
+
+def test_a_log():
+    row = versions.read(log())
+    assert row["passed"] == 440 and row["failed"] == 3
+    assert row["python"] == "3.13.0" and row["backend"] == "jax" and row["jax"] == "1.2"
+
+
+@pytest.mark.parametrize("text", ["", log(end=""), log().replace("releases", "r")])
+def test_a_run_that_did_not_end(text):
+    with pytest.raises(ValueError, match="a closing line. Received: text="):
+        versions.read(text)
+
+
+def test_a_table(tmp_path):
+    file = tmp_path / "versions.json"
+    file.write_text("[]")
+    some = log(python="3.11.7", end="== 5 passed in 1.0s ==").replace("testpaths", "")
+    versions.keep("oldest", [some], file)
+    versions.keep("newest", [log(), log("torch", "3.11.7")], file)
+    # A later run of the same target and minor version takes its place.
+    again = log(python="3.13.1", end="== 443 passed in 1.00s ==")
+    versions.keep("newest", [again], file)
+    assert len(json.loads(file.read_text())) == 3
+    rows = [line.strip("| ").split(" | ") for line in versions.table(file).splitlines()]
+    assert [row[1] for row in rows[2:]] == ["3.13.1", "3.11.7", "3.11.7"]
+    found = [row[5:] for row in rows[2:]]
+    assert found[0] == ["1.2: 443 passed", "not run", "not run"]
+    assert found[1] == ["not run", "not run", "1.2: 440 passed, **3 failed**"]
+    assert found[2] == ["1.2: 5 passed (core)", "not run", "not run"]

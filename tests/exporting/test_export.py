@@ -19,9 +19,9 @@ import onnx
 import pytest
 
 import keras_softmoe as ksm
-from experiments import export_table
+from experiments import measured as kept
 from keras_softmoe import layers, models, routers
-from keras_softmoe.exporting import export as export_file, export_model
+from keras_softmoe.exporting import export_model
 from keras_softmoe.exporting.export import FORMATS
 from tests import skips
 from tests.support import close, gradients, tiny, tiny_limoe
@@ -165,7 +165,7 @@ def test_every_router_and_every_format(tmp_path, pytestconfig):
         for router, format in cells
     }
     if complete:
-        export_table.write(BACKEND, found)
+        kept.write_exports(BACKEND, found)
     assert {cell: error for cell, error in found.items() if error > TOLERANCE} == {}
 
 
@@ -348,9 +348,7 @@ def test_unknown_format(tmp_path, file, arguments, message):
 def test_missing_package(tmp_path, monkeypatch):
     found = export_file.find_spec
     monkeypatch.setattr(
-        export_file,
-        "find_spec",
-        lambda name: None if name == "tf2onnx" else found(name),
+        export_file, "find_spec", lambda name: None if name == "tf2onnx" else found(name)
     )
     with pytest.raises(ImportError, match="pip install tf2onnx"):
         classifier("soft").export(tmp_path / "model.onnx", format="onnx")

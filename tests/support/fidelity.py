@@ -2,7 +2,7 @@
 
     KERAS_BACKEND=torch python -m pytest -p tests.support.fidelity tests/reference
 
-writes `experiments/fidelity/torch.json`: of each file of reference numbers how many
+writes a part of `experiments/fidelity.json`: of each file of reference numbers how many
 arrays were compared, how many of them exactly (masks and indices), and the largest
 `|a - b| / (1 + |b|)` of the others. `python -m experiments.pages` makes a table of it.
 """
@@ -16,7 +16,7 @@ import numpy as np
 
 from tests.support import references
 
-FOLDER = Path(__file__).resolve().parents[2] / "experiments" / "fidelity"
+KEPT = Path(__file__).resolve().parents[2] / "experiments" / "fidelity.json"
 FILES = {}
 
 
@@ -49,6 +49,5 @@ def pytest_sessionfinish(session, exitstatus):
             "largest": float(f"{max(values, default=0.0):.1e}"),
         }
     content = {"version": importlib.metadata.version(backend), "files": files}
-    FOLDER.mkdir(exist_ok=True)
-    text = json.dumps(content, indent=1) + "\n"
-    (FOLDER / f"{backend}.json").write_text(text, encoding="utf-8")
+    kept = json.loads(KEPT.read_text(encoding="utf-8")) | {backend: content}
+    KEPT.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,279 @@
+"""Tables of presets, their cards, and the gallery, from the catalogue and JSON."""
+
+import re
+
+import numpy as np
+
+from experiments.lib.cards import CARD, read_runs, spread, with_front_matter
+from experiments.lib.comparisons import difference
+from experiments.pages.results import points
+from keras_softmoe import catalogue
+
+NAMES = """\
+A name tells family, size, patch, placement of the experts (the second half of the
+blocks, if nothing else is said), experts, experts per token (`k1`) or slots per expert
+(`2s`), and image size. `small` is 512 wide with 8 blocks in the `vmoe` and `limoe`
+families and 384 wide with 12 blocks in all others. In `limoe` models every second block
+has experts (12 of 32 in `huge`). GFLOP are per image, of `limoe` models per pair of
+image and caption; `ksm.evaluation.cost(name)` counts them, also at another
+`image_shape` or `capacity_factor`."""
+
+
+def tables():
+    """Dict from the titles of tables to their text: those of the README."""
+    convertible, _, trained, _, contrastive = _by_kind()
+    return {
+        "released weights": released_table(convertible),
+        "weights trained here": trained_here_table(trained, contrastive),
+    }
+
+
+def on_the_site():
+    """Dict from the titles of tables to their text: those of the site alone."""
+    convertible, architectures, trained, on_letters, contrastive = _by_kind()
+    on_glyphs = {n: m for n, m in trained.items() if n not in on_letters}
+    return {
+        "trained presets": trained_table(on_glyphs),
+        "presets of letters": letters_table(on_letters),
+        "contrastive presets": contrastive_table(contrastive),
+        "convertible presets": convertible_table(convertible),
+        "architectures": architecture_table(architectures),
+        "gallery": gallery(),
+    }
+
+
+def _by_kind():
+    """Dicts from names to metadata, with the runs of presets that are trained here."""
+    kinds = {"convertible": {}, "architecture": {}, "trained": {}}
+    for name in catalogue.names():
+        height, width = catalogue.describe(name).image_size
+        metadata = catalogue.read_metadata(name)
+        metadata["images"] = f"{height} × {width}"
+        metadata["runs"] = read_runs(name)
+        kinds[metadata["kind"]][name] = metadata
+    all_trained = kinds["trained"]
+    trained = {n: m for n, m in all_trained.items() if "few_shot" in m["runs"][0]}
+    on_letters = {n: m for n, m in trained.items() if "letters" in m["runs"][0]}
+    contrastive = {n: m for n, m in all_trained.items() if n not in trained}
+    return (
+        kinds["convertible"],
+        kinds["architecture"],
+        trained,
+        on_letters,
+        contrastive,
+    )
+
+
+def released_table(convertible):
+    """Presets whose weights are downloaded, with the accuracy that was published."""
+    rows = ["| preset | images | parameters | published |", "|---|---|---|---|"]
+    for name, metadata in convertible.items():
+        accuracy = metadata.get("accuracy", {}).get("ImageNet, validation images")
+        published = f"ImageNet: {100 * accuracy:.1f} %" if accuracy else ""
+        cells = [f"`{name}`", metadata["images"], _parameters(metadata), published]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def trained_here_table(trained, contrastive):
+    """Presets that come with the package, with one measured figure each."""
+    rows = [
+        "| preset | images | parameters | mean ± standard deviation |",
+        "|---|---|---|---|",
+    ]
+    measured = {
+        name: f"digits, 10 shots: {spread(m['runs'][0]['few_shot']['model']['10'])}"
+        for name, m in trained.items()
+        if not _is_older(m)
+    }
+    for name, metadata in contrastive.items():
+        seen, new = (
+            spread([run[f"zero_shot_{kind}_of_64"] for run in metadata["runs"]])
+            for kind in ("seen", "new")
+        )
+        measured[name] = f"zero-shot, 64 names: seen {seen}, new combinations {new}"
+    for name, text in measured.items():
+        about = (trained | contrastive)[name]
+        cells = [f"[`{name}`](presets/{name})", about["images"], _parameters(about)]
+        rows.append(f"| {' | '.join([*cells, text])} |")
+    return "\n".join(rows) + "\n"
+
+
+def _is_older(metadata):
+    """Whether it is of trainings that the others are not compared with."""
+    run = metadata["runs"][0]
+    return "upstream_accuracy" in run and "upstream_accuracy_by_layout" not in run
+
+
+def _parameters(metadata):
+    count = metadata["parameter_count"] / 1e6
+    return f"{count:,.0f} M" if count >= 5 else f"{count:.2f} M"
+
+
+def trained_table(found):
+    """What the weights of each preset are worth: those of its first training."""
+    rows = [
+        "| preset | images | parameters | trained on | glyphs that fill the image "
+        "| anywhere | 1 shot | 5 shots | 10 shots | fine-tuned |",
+        "|---" * 10 + "|",
+    ]
+    pixels = {}
+    for name, metadata in found.items():
+        run = metadata["runs"][0]
+        pixels = run["few_shot"]["raw pixels"]
+        by_layout = run.get("upstream_accuracy_by_layout", {})
+        anywhere = by_layout.get("anywhere")
+        cells = [
+            f"[`{name}`](#{name})",
+            metadata["images"],
+            f"{metadata['parameter_count'] / 1e6:.2f} M",
+            f"{metadata['training']['images']:,}",
+            f"{by_layout.get('center', run['upstream_accuracy']):.3f}",
+            "not asked" if anywhere is None else f"{anywhere:.3f}",
+            *map(spread, run["few_shot"]["model"].values()),
+            spread(run["fine_tuned"]),
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    cells = ["raw pixels", "", "", "", "", "", *map(spread, pixels.values()), ""]
+    rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def letters_table(found):
+    """What the presets of letters are worth, on letters and on digits."""
+    columns = (
+        "preset",
+        "images",
+        "parameters",
+        "letters",
+        "over the dense model",
+        "in new fonts",
+        "1 shot",
+        "5 shots",
+        "digits, 1 shot",
+        "5 shots",
+        "fine-tuned",
+    )
+    rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    accuracy = {
+        name: [100 * run["letters"]["accuracy"] for run in metadata["runs"]]
+        for name, metadata in found.items()
+    }
+    dense = next(values for name, values in accuracy.items() if name.startswith("vit"))
+    for name, metadata in found.items():
+        run = metadata["runs"][0]
+        letters, digits = run["letters"], run["few_shot"]["model"]
+        gains = np.subtract(accuracy[name], dense).tolist()
+        cells = [
+            f"[`{name}`](#{name})",
+            metadata["images"],
+            _parameters(metadata),
+            f"{letters['accuracy']:.3f}",
+            points(difference(name, gains)) if any(gains) else "",
+            f"{letters['new_fonts']:.3f}",
+            *(f"{letters['few_shot'][shots]:.3f}" for shots in ("1", "5")),
+            *(spread(digits[shots]) for shots in ("1", "5")),
+            spread(run["fine_tuned"]),
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def contrastive_table(found):
+    columns = {
+        "new, of 64": "zero_shot_new_of_64",
+        "new, of 16": "zero_shot_new_of_16",
+        "seen, of 64": "zero_shot_seen_of_64",
+        "image → caption": "image_to_text_recall_at_1",
+        "caption → image": "text_to_image_recall_at_1",
+    }
+    rows = [
+        f"| preset | images | parameters | {' | '.join(columns)} |",
+        "|---" * (3 + len(columns)) + "|",
+    ]
+    for name, metadata in found.items():
+        cells = [
+            f"[`{name}`](#{name})",
+            metadata["images"],
+            f"{metadata['parameter_count'] / 1e6:.2f} M",
+            *(spread([run[c] for run in metadata["runs"]]) for c in columns.values()),
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def convertible_table(found):
+    rows = [
+        "| preset | images | parameters | published accuracy on ImageNet |",
+        "|---|---|---|---|",
+    ]
+    for name, metadata in found.items():
+        accuracy = metadata.get("accuracy", {}).get("ImageNet, validation images")
+        cells = [
+            f"`{name}`",
+            metadata["images"],
+            f"{metadata['parameter_count'] / 1e6:,.0f} M",
+            f"{100 * accuracy:.1f} %" if accuracy else "not found",
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def architecture_table(found):
+    """A folded table for each paper, and one for the dense twins of all."""
+    groups = {}
+    for name, metadata in found.items():
+        paper = metadata["source"].split(",")[0]
+        group = paper if metadata.get("dense_twin") else "Dense twins"
+        groups.setdefault(group, {})[name] = metadata
+    parts = [NAMES]
+    for group in sorted(groups, key=lambda group: (group == "Dense twins", group)):
+        rows = [
+            "| preset | images | parameters | GFLOP | in the paper |",
+            "|---|---|---|---|---|",
+        ]
+        for name, metadata in groups[group].items():
+            row = metadata.get("published", {}).get("row", metadata["source"])
+            rows.append(
+                f"| `{name}` | {metadata['images']} "
+                f"| {metadata['parameter_count'] / 1e6:,.0f} M "
+                f"| {metadata['gflop_per_image']:,.1f} | {row} |"
+            )
+        summary = f"<summary>{group}: {len(groups[group])} presets</summary>"
+        parts += [f'<details markdown="1">\n{summary}', "\n".join(rows), "</details>"]
+    return "\n\n".join(parts) + "\n"
+
+
+# === Cards ===
+
+
+def cards():
+    """Dict from the paths of the cards, below the root, to texts with today's heads."""
+    return {
+        f"presets/{name}/{CARD}": with_front_matter(
+            catalogue.describe(name).path, name, _card(name)
+        )
+        for name in catalogue.names_of_kind("trained")
+    }
+
+
+def gallery():
+    """A section for each preset that was trained here, Markdown."""
+    parts = []
+    for name in catalogue.names_of_kind("trained"):
+        parts.append(f"### {name}")
+        if drawn(name):
+            parts.append(f"![How {name} routes](images/routing_{name}.png)")
+        card = catalogue.without_front_matter(_card(name))
+        parts.append(re.sub(r"^# .*\n", "", card).strip())
+    return "\n\n".join(parts) + "\n"
+
+
+def drawn(name):
+    """Whether the gallery has a picture of how a preset routes."""
+    is_mixture = "dense" not in name and not name.startswith("vit_")
+    return is_mixture and (name.startswith("soft") or not name.endswith("glyphs"))
+
+
+def _card(name):
+    return (catalogue.describe(name).path / CARD).read_text(encoding="utf-8")

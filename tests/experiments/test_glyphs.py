@@ -1,0 +1,115 @@
+"""Synthetic glyphs: the bank of their shapes, and the images."""
+
+import unicodedata
+
+import numpy as np
+
+from experiments.synthetic import GLYPH_CLASSES, fonts, glyph_bank, glyphs
+from tests.support.close import assert_near
+
+
+def test_shapes_types_and_classes():
+    images, labels = glyphs(3000)
+    assert images.shape == (3000, 32, 32, 3)
+    assert images.dtype == np.uint8
+    assert labels.dtype == np.int32
+    np.testing.assert_array_equal(images[..., 0], images[..., 1])
+    np.testing.assert_array_equal(images[..., 0], images[..., 2])
+    # 3000 draws from 179 classes: 17 each, standard deviation 4.
+    counts = np.bincount(labels, minlength=len(GLYPH_CLASSES))
+    assert len(counts) == len(GLYPH_CLASSES)
+    assert counts.min() > 0
+    assert counts.max() < 40
+
+
+def test_image_depends_on_seed_and_index_only():
+    images, labels = glyphs(600, seed=3)
+    for start, number in ((0, 10), (250, 20), (256, 5), (300, 300), (599, 1)):
+        part, part_labels = glyphs(number, seed=3, start=start)
+        np.testing.assert_array_equal(part, images[start : start + number])
+        np.testing.assert_array_equal(part_labels, labels[start : start + number])
+    other, _ = glyphs(600, seed=4)
+    assert not np.array_equal(other, images)
+    # No block repeats another one.
+    assert len(np.unique(images.reshape(600, -1), axis=0)) == 600
+
+
+ANYWHERE = {"image_size": 24, "placement": "anywhere"}
+
+
+def test_anywhere_is_the_same_glyph_somewhere():
+    small, labels = (x[:300] for x in glyphs(300, image_size=16, seed=5))
+    images, same = glyphs(300, seed=5, **ANYWHERE)
+    np.testing.assert_array_equal(same, labels)
+    assert images.shape == (300, 24, 24, 3)
+    places = set()
+    for picture, image in zip(small[..., 0] > 128, images[..., 0] > 128, strict=True):
+        # Noise is drawn anew, so some grey pixels fall on the other side.
+        different = {
+            (top, left): np.mean(picture != image[top : top + 16, left : left + 16])
+            for top in range(9)
+            for left in range(9)
+        }
+        place = min(different, key=different.get)
+        assert different[place] < 0.15
+        places.add(place)
+    # All 81 places are equally likely.
+    assert len(places) > 60
+
+
+def test_distractors_lie_beside_the_glyph():
+    clear, labels = glyphs(300, **ANYWHERE)
+    images, same = glyphs(300, distractors=2, **ANYWHERE)
+    np.testing.assert_array_equal(same, labels)
+    added = images[..., 0] > clear[..., 0].astype(int) + 100
+    # Two squares of a ninth of the image each, a third of it ink, partly on the glyph.
+    assert 0.02 < added.mean() < 0.1
+    assert np.mean(added.any((1, 2))) > 0.9
+    hidden = (clear[..., 0] > 200) & (images[..., 0] < 100)
+    assert hidden.mean() < 0.001
+    part = glyphs(7, start=260, distractors=2, **ANYWHERE)[0]
+    np.testing.assert_array_equal(part, images[260:267])
+
+
+# === The bank ===
+
+
+def test_classes_hold_no_digit_of_any_script():
+    assert len(set(GLYPH_CLASSES)) == len(GLYPH_CLASSES) == 179
+    for character in GLYPH_CLASSES:
+        # NFKC turns wide, circled, superscript and other digits into plain ones.
+        for plain in unicodedata.normalize("NFKC", character):
+            assert unicodedata.category(plain)[0] != "N", character
+            assert unicodedata.numeric(plain, None) is None, character
+
+
+def test_every_class_has_several_fonts():
+    bank = glyph_bank.glyph_bank()
+    size = fonts.FIELD
+    assert bank.fields.shape == (2, bank.count.sum(), size, size)
+    assert bank.fields.dtype == np.uint8
+    assert bank.count.min() >= 2
+    np.testing.assert_array_equal(bank.first[1:], bank.first[:-1] + bank.count[:-1])
+
+
+def test_glyphs_fill_the_box_and_stay_inside_it():
+    bank = glyph_bank.glyph_bank(tuple("AO-"))
+    outline = bank.fields[1] / fonts.STEPS - fonts.OFFSET
+    ink = outline < 0
+    extent = [np.flatnonzero(ink.any(axis=axis)) for axis in ((0, 1), (0, 2))]
+    for places in extent:
+        assert places.min() >= fonts.MARGIN
+        assert places.max() < fonts.FIELD - fonts.MARGIN
+    # The letter fills the height; the dash, last class, must not become a block.
+    letter, dash = ink[bank.first[0]], ink[bank.first[2]]
+    assert letter.any(axis=1).sum() >= fonts.BOX - 2
+    assert dash.any(axis=1).sum() < fonts.BOX / 2
+
+
+def test_distance_equals_brute_force():
+    mask = np.random.default_rng(0).random((3, 30, 30)) < 0.02
+    received = fonts.distance_to(mask)
+    place = np.stack(np.meshgrid(np.arange(30), np.arange(30), indexing="ij"), -1)
+    for one, distance in zip(mask, received, strict=True):
+        away = np.linalg.norm(place[:, :, None] - place[one], axis=-1).min(axis=-1)
+        assert_near(distance, away, atol=1e-4)
