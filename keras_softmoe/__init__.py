@@ -16,21 +16,20 @@ import importlib
 import sys
 from typing import TYPE_CHECKING
 
-from keras_softmoe import layers as layers
-from keras_softmoe import moved
-from keras_softmoe import ops as ops
-from keras_softmoe import routers as routers
+from keras_softmoe import layers as layers, moved, ops as ops, routers as routers
 
 if TYPE_CHECKING:
-    from keras_softmoe import analysis as analysis
-    from keras_softmoe import converters as converters
-    from keras_softmoe import datasets as datasets
-    from keras_softmoe import distribution as distribution
-    from keras_softmoe import evaluation as evaluation
-    from keras_softmoe import exporting as exporting
-    from keras_softmoe import models as models
-    from keras_softmoe import presets as presets
-    from keras_softmoe import training as training
+    from keras_softmoe import (
+        analysis as analysis,
+        converters as converters,
+        datasets as datasets,
+        distribution as distribution,
+        evaluation as evaluation,
+        exporting as exporting,
+        models as models,
+        presets as presets,
+        training as training,
+    )
 
 __version__ = "0.1.0"
 

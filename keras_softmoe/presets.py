@@ -14,10 +14,12 @@ Only trained presets are directories in the package; `write` makes those of othe
 """
 
 from keras_softmoe import moved
-from keras_softmoe.catalogue import Preset as Preset
-from keras_softmoe.catalogue import describe as describe
-from keras_softmoe.catalogue import names as names
-from keras_softmoe.catalogue import write as write
+from keras_softmoe.catalogue import (
+    Preset as Preset,
+    describe as describe,
+    names as names,
+    write as write,
+)
 from keras_softmoe.models.conversion import convert as convert
 
 __getattr__ = moved.attribute(__name__)

@@ -9,8 +9,14 @@ import keras
 import numpy as np
 import pytest
 
-from keras_softmoe.keras_adapter import data, distributions, exports, optimizers, runs
-from keras_softmoe.keras_adapter import layers as adapted
+from keras_softmoe.keras_adapter import (
+    data,
+    distributions,
+    exports,
+    layers as adapted,
+    optimizers,
+    runs,
+)
 
 
 def model():

@@ -10,8 +10,8 @@ from experiments.synthetic._glyphs import glyphs as glyphs
 from keras_softmoe.datasets.captioned import (
     captioned_shapes as captioned_shapes,
 )
-from keras_softmoe.datasets.scenes import COLOR_NAMES as COLOR_NAMES
 from keras_softmoe.datasets.scenes import (
+    COLOR_NAMES as COLOR_NAMES,
     HELD_OUT_COMBINATIONS as HELD_OUT_COMBINATIONS,
+    SHAPE_COLOR_CLASSES as SHAPE_COLOR_CLASSES,
 )
-from keras_softmoe.datasets.scenes import SHAPE_COLOR_CLASSES as SHAPE_COLOR_CLASSES

@@ -3,8 +3,7 @@
 import dataclasses
 from typing import NamedTuple
 
-from experiments.router_study.scales import SMALL as SMALL_STUDY
-from experiments.router_study.scales import SMOKE as SMOKE_STUDY
+from experiments.router_study.scales import SMALL as SMALL_STUDY, SMOKE as SMOKE_STUDY
 from keras_softmoe import routers
 
 DENSE = "dense"

@@ -5,11 +5,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from keras_softmoe import drawing
-from keras_softmoe.analysis import panels_blocks as of_blocks
-from keras_softmoe.analysis import panels_examples as of_examples
-from keras_softmoe.analysis import panels_maps as of_maps
-from keras_softmoe.analysis import panels_modalities as of_modalities
-from keras_softmoe.analysis import panels_soft as of_soft
+from keras_softmoe.analysis import (
+    panels_blocks as of_blocks,
+    panels_examples as of_examples,
+    panels_maps as of_maps,
+    panels_modalities as of_modalities,
+    panels_soft as of_soft,
+)
 from keras_softmoe.checks import check_choice, check_names
 from keras_softmoe.types import Figure
 

@@ -5,15 +5,17 @@ backbone of its kind. Backbones, checks, counting, presets and readers of checkp
 share it. `layers()` makes the layers, not built; `counting.count` counts them.
 """
 
-from keras_softmoe.architecture.encoder import Encoder as Encoder
-from keras_softmoe.architecture.encoder import Mixture as Mixture
-from keras_softmoe.architecture.encoder import moe_layers_of as moe_layers_of
-from keras_softmoe.architecture.pairs import LIMoE as LIMoE
-from keras_softmoe.architecture.pairs import TwoTowers as TwoTowers
-from keras_softmoe.architecture.reading import BY_NAME as BY_NAME
-from keras_softmoe.architecture.reading import kind_of as kind_of
-from keras_softmoe.architecture.reading import read as read
-from keras_softmoe.architecture.reading import revive_router as revive_router
+from keras_softmoe.architecture.encoder import (
+    Encoder as Encoder,
+    Mixture as Mixture,
+    moe_layers_of as moe_layers_of,
+)
+from keras_softmoe.architecture.pairs import LIMoE as LIMoE, TwoTowers as TwoTowers
+from keras_softmoe.architecture.reading import (
+    BY_NAME as BY_NAME,
+    kind_of as kind_of,
+    read as read,
+    revive_router as revive_router,
+)
 from keras_softmoe.architecture.settings import Settings as Settings
-from keras_softmoe.architecture.towers import TextTower as TextTower
-from keras_softmoe.architecture.towers import ViT as ViT
+from keras_softmoe.architecture.towers import TextTower as TextTower, ViT as ViT

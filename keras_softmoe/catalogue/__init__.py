@@ -5,24 +5,26 @@ has released checkpoints, `_preset_files` writes a row as a directory, `_front_m
 the head of its card, `_lookup` finds a name.
 """
 
-from keras_softmoe.catalogue.front_matter import front_matter as front_matter
 from keras_softmoe.catalogue.front_matter import (
+    front_matter as front_matter,
     without_front_matter as without_front_matter,
 )
-from keras_softmoe.catalogue.lookup import CONFIG_FILE as CONFIG_FILE
-from keras_softmoe.catalogue.lookup import METADATA_FILE as METADATA_FILE
-from keras_softmoe.catalogue.lookup import PRESET_MARKS as PRESET_MARKS
-from keras_softmoe.catalogue.lookup import Preset as Preset
-from keras_softmoe.catalogue.lookup import check_task as check_task
-from keras_softmoe.catalogue.lookup import describe as describe
-from keras_softmoe.catalogue.lookup import explain_errors as explain_errors
-from keras_softmoe.catalogue.lookup import find_directory as find_directory
-from keras_softmoe.catalogue.lookup import has_task as has_task
-from keras_softmoe.catalogue.lookup import is_handle as is_handle
-from keras_softmoe.catalogue.lookup import names as names
-from keras_softmoe.catalogue.lookup import names_of_kind as names_of_kind
-from keras_softmoe.catalogue.lookup import read_config as read_config
-from keras_softmoe.catalogue.lookup import read_metadata as read_metadata
-from keras_softmoe.catalogue.lookup import rows as rows
-from keras_softmoe.catalogue.lookup import write as write
+from keras_softmoe.catalogue.lookup import (
+    CONFIG_FILE as CONFIG_FILE,
+    METADATA_FILE as METADATA_FILE,
+    PRESET_MARKS as PRESET_MARKS,
+    Preset as Preset,
+    check_task as check_task,
+    describe as describe,
+    explain_errors as explain_errors,
+    find_directory as find_directory,
+    has_task as has_task,
+    is_handle as is_handle,
+    names as names,
+    names_of_kind as names_of_kind,
+    read_config as read_config,
+    read_metadata as read_metadata,
+    rows as rows,
+    write as write,
+)
 from keras_softmoe.catalogue.row import moe_blocks as moe_blocks

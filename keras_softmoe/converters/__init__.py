@@ -7,11 +7,13 @@ The examples of this module start with:
 """
 
 from keras_softmoe import moved
-from keras_softmoe.checkpoints import CheckpointError as CheckpointError
-from keras_softmoe.checkpoints import read_checkpoint as read_checkpoint
+from keras_softmoe.checkpoints import (
+    CheckpointError as CheckpointError,
+    read_checkpoint as read_checkpoint,
+)
 from keras_softmoe.converters.add_experts import add_experts as add_experts
-from keras_softmoe.converters.dense_model import dense_model as dense_model
 from keras_softmoe.converters.dense_model import (
+    dense_model as dense_model,
     image_preprocessor as image_preprocessor,
 )
 from keras_softmoe.converters.to_dense import to_dense_model as to_dense_model
@@ -19,7 +21,9 @@ from keras_softmoe.converters.upcycle import upcycle as upcycle
 from keras_softmoe.models.conversion import (
     convert_vmoe_checkpoint as convert_vmoe_checkpoint,
 )
-from keras_softmoe.models.vmoe_params import load_vmoe_params as load_vmoe_params
-from keras_softmoe.models.vmoe_params import to_vmoe_params as to_vmoe_params
+from keras_softmoe.models.vmoe_params import (
+    load_vmoe_params as load_vmoe_params,
+    to_vmoe_params as to_vmoe_params,
+)
 
 __getattr__ = moved.attribute(__name__)

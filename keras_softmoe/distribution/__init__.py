@@ -9,9 +9,13 @@ The examples of this module start with:
 """
 
 from keras_softmoe.distribution.backup import Backup as Backup
-from keras_softmoe.distribution.layouts import PlacementError as PlacementError
-from keras_softmoe.distribution.layouts import layout_map as layout_map
+from keras_softmoe.distribution.layouts import (
+    PlacementError as PlacementError,
+    layout_map as layout_map,
+)
 from keras_softmoe.distribution.mesh_plan import plan as plan
-from keras_softmoe.distribution.parallel import data_parallel as data_parallel
-from keras_softmoe.distribution.parallel import expert_parallel as expert_parallel
+from keras_softmoe.distribution.parallel import (
+    data_parallel as data_parallel,
+    expert_parallel as expert_parallel,
+)
 from keras_softmoe.distribution.sharding_audit import audit as audit

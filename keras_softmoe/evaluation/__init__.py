@@ -13,12 +13,16 @@ Names that the examples of this module use:
 """
 
 from keras_softmoe import moved
-from keras_softmoe.evaluation.embeddings import retrieval as retrieval
-from keras_softmoe.evaluation.embeddings import zero_shot as zero_shot
+from keras_softmoe.evaluation.embeddings import (
+    retrieval as retrieval,
+    zero_shot as zero_shot,
+)
 from keras_softmoe.evaluation.few_shot import few_shot_probe as few_shot_probe
 from keras_softmoe.evaluation.model_cost import cost as cost
 from keras_softmoe.evaluation.sweep_table import Sweep as Sweep
-from keras_softmoe.evaluation.sweeps import pruning_curve as pruning_curve
-from keras_softmoe.evaluation.sweeps import routing_sweep as routing_sweep
+from keras_softmoe.evaluation.sweeps import (
+    pruning_curve as pruning_curve,
+    routing_sweep as routing_sweep,
+)
 
 __getattr__ = moved.attribute(__name__)

@@ -1,9 +1,11 @@
 """Layers: experts, mixtures of experts, and the parts of a Vision Transformer."""
 
 from keras_softmoe import moved
-from keras_softmoe.layers.embedding import ClassToken as ClassToken
-from keras_softmoe.layers.embedding import PatchEmbedding as PatchEmbedding
-from keras_softmoe.layers.embedding import PositionEmbedding as PositionEmbedding
+from keras_softmoe.layers.embedding import (
+    ClassToken as ClassToken,
+    PatchEmbedding as PatchEmbedding,
+    PositionEmbedding as PositionEmbedding,
+)
 from keras_softmoe.layers.encoder_block import EncoderBlock as EncoderBlock
 from keras_softmoe.layers.experts import Experts as Experts
 from keras_softmoe.layers.image_moe import ImageMoE as ImageMoE

@@ -23,8 +23,8 @@ class ImageMoE(MoE):
     expert computes all tokens of an image.
 
     Args:
-        router, mlp_dim, ...: all as in `MoE`. A template `expert` gets the map, in the shape of
-            the input: `(N, H, W, D)` for `(B, H, W, D)`, so an expert may be a
+        router, mlp_dim, ...: as in `MoE`. A template `expert` gets the map, in the
+            shape of the input: `(N, H, W, D)` for `(B, H, W, D)`, so an expert may be a
             convolution.
 
     Call arguments:

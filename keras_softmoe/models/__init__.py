@@ -12,23 +12,20 @@ The examples of this module start with:
 
 from keras_softmoe import exporting, moved
 from keras_softmoe.catalogue import moe_blocks as moe_blocks
-from keras_softmoe.models import loading
 
 # Files of models from `converters.add_experts` name its classes.
-from keras_softmoe.models import with_experts as with_experts
+from keras_softmoe.models import loading, with_experts as with_experts
 from keras_softmoe.models.adaptation import merge_lora as merge_lora
 from keras_softmoe.models.backbone import ModalityEncoder, MoEBackbone
-from keras_softmoe.models.contrastive import ContrastiveTask
-from keras_softmoe.models.contrastive import LIMoEContrastive as LIMoEContrastive
-from keras_softmoe.models.contrastive import TwoTowerContrastive as TwoTowerContrastive
-from keras_softmoe.models.contrastive_preprocessor import ContrastivePreprocessor
+from keras_softmoe.models.contrastive import (
+    ContrastiveTask,
+    LIMoEContrastive as LIMoEContrastive,
+    TwoTowerContrastive as TwoTowerContrastive,
+)
 from keras_softmoe.models.contrastive_preprocessor import (
+    ContrastivePreprocessor,
     LIMoEPreprocessor as LIMoEPreprocessor,
-)
-from keras_softmoe.models.contrastive_preprocessor import (
     LIMoETokenizer as LIMoETokenizer,
-)
-from keras_softmoe.models.contrastive_preprocessor import (
     TwoTowerPreprocessor as TwoTowerPreprocessor,
 )
 from keras_softmoe.models.image_classifier import (
@@ -36,8 +33,6 @@ from keras_softmoe.models.image_classifier import (
 )
 from keras_softmoe.models.image_preprocessor import (
     ViTMoEImageClassifierPreprocessor as ViTMoEImageClassifierPreprocessor,
-)
-from keras_softmoe.models.image_preprocessor import (
     ViTMoEImageConverter as ViTMoEImageConverter,
 )
 from keras_softmoe.models.limoe import LIMoEBackbone as LIMoEBackbone

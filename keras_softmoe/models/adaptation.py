@@ -13,8 +13,10 @@ from keras_softmoe.keras_adapter.layers import (
     is_quantized_under,
     quick_garbage_collection,
 )
-from keras_softmoe.layers.expert_bank import ExpertBank
-from keras_softmoe.layers.expert_bank import merge_lora as merge_lora_of_layer
+from keras_softmoe.layers.expert_bank import (
+    ExpertBank,
+    merge_lora as merge_lora_of_layer,
+)
 from keras_softmoe.layers.template_experts import TemplateExperts
 
 

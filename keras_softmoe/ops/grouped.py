@@ -411,8 +411,7 @@ def _for_all_experts(fn, xs, weights, count, sizes, widths, of_weights=False):
         Two lists: the results for rows, padded as `xs`, and for weights.
     """
     import jax
-    from jax import lax
-    from jax import numpy as jnp
+    from jax import lax, numpy as jnp
 
     num_experts, largest = count.shape[0], sizes[-1]
     together = 2 - num_experts % 2

@@ -22,11 +22,12 @@ The examples of this module start from:
 from keras_softmoe import moved
 from keras_softmoe.training.distiller import Distiller as Distiller
 from keras_softmoe.training.muon import Muon as Muon
-from keras_softmoe.training.optimizers import SGD as SGD
-from keras_softmoe.training.optimizers import Adafactor as Adafactor
-from keras_softmoe.training.optimizers import Adam as Adam
-from keras_softmoe.training.paper_recipes import recipe as recipe
-from keras_softmoe.training.paper_recipes import recipes as recipes
+from keras_softmoe.training.optimizers import (
+    SGD as SGD,
+    Adafactor as Adafactor,
+    Adam as Adam,
+)
+from keras_softmoe.training.paper_recipes import recipe as recipe, recipes as recipes
 from keras_softmoe.training.pipeline import Augmentation as Augmentation
 from keras_softmoe.training.pretraining_loss import (
     SigmoidCrossentropy as SigmoidCrossentropy,

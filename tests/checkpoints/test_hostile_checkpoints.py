@@ -7,8 +7,7 @@ import msgpack
 import pytest
 
 from keras_softmoe import checkpoints
-from keras_softmoe.checkpoints import opening
-from keras_softmoe.checkpoints import vmoe_index as checkpoint_index
+from keras_softmoe.checkpoints import opening, vmoe_index as checkpoint_index
 from tests.support import checkpoint_writer as writer
 from tests.support.memory import peak_memory
 from tests.support.spoilers import ARRAYS, SPOILERS, Files

@@ -11,8 +11,7 @@ import pytest
 
 from keras_softmoe import checkpoints, converters
 from keras_softmoe.checkpoints import opening as remote
-from tests.support import checkpoint_writer as writer
-from tests.support import safetensors_file, server
+from tests.support import checkpoint_writer as writer, safetensors_file, server
 
 ARRAYS = {"a": np.arange(12, dtype="float32"), "b": np.ones((3, 4), "float32")}
 

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import strategies as st
 
 from keras_softmoe import checkpoints
-from tests.support import checkpoint_twin as twin
-from tests.support import checkpoint_writer as writer
+from tests.support import checkpoint_twin as twin, checkpoint_writer as writer
 from tests.support.memory import peak_memory
 
 DTYPES = [*("bool", "int8", "uint16", "int64", "float16", "float32", "complex64")]

@@ -8,8 +8,7 @@ from keras_softmoe.distribution import plan
 from keras_softmoe.evaluation import cost
 from tests.distribution.conftest import jax_only
 from tests.distribution.test_mesh_plan import DEVICES, SOFT, TOKEN_CHOICE
-from tests.support import tiny
-from tests.support import tiny_distributed as tiny_models
+from tests.support import tiny, tiny_distributed as tiny_models
 from tests.support.recorded import recorded
 
 

@@ -13,11 +13,9 @@ from experiments import (
     limoe_sweeps,
     upload_presets,
 )
-from experiments.letters import __main__ as letters
-from experiments.letters import answers
+from experiments.letters import __main__ as letters, answers
 from experiments.pages import __main__ as pages
-from experiments.real_weights import __main__ as real_weights
-from experiments.real_weights import any_model, dinov2
+from experiments.real_weights import __main__ as real_weights, any_model, dinov2
 from experiments.router_study import __main__ as router_study
 from experiments.upcycling import __main__ as upcycling
 

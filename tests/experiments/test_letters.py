@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from keras.ops import convert_to_numpy
 
-from experiments.letters import __main__ as program
-from experiments.letters import answers, routers
+from experiments.letters import __main__ as program, answers, routers
 from experiments.letters.bank import NEW_FONTS, SPLITS, load_bank, make_bank
 from experiments.letters.measures import TEST_SEED, accuracy
 from experiments.letters.models import MODELS, SMOKE, STUDY, build, count

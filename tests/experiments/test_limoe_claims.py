@@ -5,8 +5,7 @@ import json
 import pytest
 from scipy import stats
 
-from experiments import claims as all_claims
-from experiments import limoe_claims
+from experiments import claims as all_claims, limoe_claims
 
 PRESETS, ENTROPY, DROPPED, EXPERTS, ALONE = range(5)
 MORE, CHOICES, GROUPS, PRIORITY = range(5, 9)

@@ -12,8 +12,7 @@ import pytest
 from PIL import Image
 
 import keras_softmoe as ksm
-from experiments.real_weights import __main__ as program
-from experiments.real_weights import cells, dinov2, textile
+from experiments.real_weights import __main__ as program, cells, dinov2, textile
 from experiments.real_weights.plan import Plan
 from experiments.real_weights.tables import report
 from tests import skips

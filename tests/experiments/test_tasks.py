@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
-from experiments import router_study as study
-from experiments import synthetic
+from experiments import router_study as study, synthetic
 from experiments.lib.runs import finish
 from experiments.router_study.cells import cell, digits
 from experiments.router_study.models import Stopwatch, build_backbone, build_classifier

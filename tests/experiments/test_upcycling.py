@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.upcycling import __main__ as program
-from experiments.upcycling import tables
+from experiments.upcycling import __main__ as program, tables
 from experiments.upcycling.cells import Cell, task_of
 from experiments.upcycling.plans import CONTROLS, SMALL, SMOKE, VARIANTS, variants
 

@@ -8,8 +8,7 @@ from keras_softmoe import layers, ops, routers
 from keras_softmoe.layers import limoe_block
 from keras_softmoe.layers.limoe_block import LIMoEBlock
 from tests.layers.test_moe import expert_weights
-from tests.support import limoe_router_twin as twin
-from tests.support import twins
+from tests.support import limoe_router_twin as twin, twins
 from tests.support.close import assert_near
 from tests.support.gradients import layer_gradients
 from tests.support.layer_checks import BATCH, encoder_block, normal, randomize, revive

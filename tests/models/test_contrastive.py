@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import models, routers
-from tests.support import limoe_router_twin as twin
-from tests.support import tiny, tiny_limoe
+from tests.support import limoe_router_twin as twin, tiny, tiny_limoe
 from tests.support.close import assert_near
 from tests.support.references import to_numpy
 from tests.support.tiny_limoe import AMPLE, BATCH, as_numpy

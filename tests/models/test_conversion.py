@@ -9,8 +9,7 @@ import pytest
 from keras_softmoe import converters, models, routers
 from keras_softmoe.checkpoints import read_vit_settings
 from keras_softmoe.models import conversion
-from tests.support import checkpoint_writer as writer
-from tests.support import tiny
+from tests.support import checkpoint_writer as writer, tiny
 from tests.support.references import to_numpy
 
 ROUTER = routers.SoftmaxTokenChoiceRouter(

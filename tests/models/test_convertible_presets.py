@@ -14,8 +14,7 @@ import pytest
 from keras_softmoe import catalogue, converters, evaluation, models, presets, routers
 from keras_softmoe.models.loading import open_preset
 from tests.checkpoints.test_npz import save
-from tests.support import checkpoint_writer as writer
-from tests.support import releases, server, tiny
+from tests.support import checkpoint_writer as writer, releases, server, tiny
 from tests.support.references import to_numpy
 
 NAME = "vmoe_nano_patch4_8_shapes"

@@ -4,14 +4,16 @@ import re
 
 import pytest
 
-from tests.reference import INEXPRESSIBLE
-from tests.reference import test_reference_layers as layers
-from tests.reference import test_reference_models as models
-from tests.reference import test_reference_ops as ops
-from tests.reference import test_reference_routers as routers
-from tests.reference import test_reference_training as training
-from tests.reference import test_reference_transport as transport
-from tests.reference import test_reference_two_towers as two_towers
+from tests.reference import (
+    INEXPRESSIBLE,
+    test_reference_layers as layers,
+    test_reference_models as models,
+    test_reference_ops as ops,
+    test_reference_routers as routers,
+    test_reference_training as training,
+    test_reference_transport as transport,
+    test_reference_two_towers as two_towers,
+)
 from tests.support.references import NUMBERS, Reference
 
 # File -> cases, where its arrays belong to cases. The tests of the other files compare

@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import ops, routers
-from tests.support import cases, twins
-from tests.support import limoe_router_twin as twin
+from tests.support import cases, limoe_router_twin as twin, twins
 from tests.support.close import assert_near
 from tests.support.gradients import layer_gradients
 from tests.support.limoe_routers import (

@@ -1,6 +1,7 @@
 """Sparse routers against the twins.
 
-Classes are in `routers/named.py`, `routers/race.py` and `routers/identity.py`.
+Covers `routers/token_choice.py`, `routers/expert_choice.py`, `routers/race.py` and
+`routers/identity.py`.
 """
 
 import hypothesis.strategies as st

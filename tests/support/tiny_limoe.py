@@ -10,8 +10,7 @@ import keras
 import numpy as np
 
 from keras_softmoe import models, ops, routers
-from tests.support import limoe_router_twin as twin
-from tests.support import limoe_twins, tiny
+from tests.support import limoe_router_twin as twin, limoe_twins, tiny
 from tests.support.layer_checks import randomize
 from tests.support.references import to_numpy
 

@@ -11,8 +11,7 @@ import numpy as np
 
 from keras_softmoe import checkpoints
 from keras_softmoe.checkpoints import msgpack_stream as stream
-from tests.support import checkpoint_twin as twin
-from tests.support import checkpoint_writer as writer
+from tests.support import checkpoint_twin as twin, checkpoint_writer as writer
 from tests.support.memory import peak_memory
 from tests.support.spoilers import ARRAYS, CUTS
 

@@ -12,8 +12,7 @@ import tempfile
 
 import numpy as np
 
-from experiments.router_study import __main__ as study
-from experiments.router_study import runner
+from experiments.router_study import __main__ as study, runner
 from experiments.upcycling import __main__ as upcycling
 from tests.torture.damage import flip_bits, overwrite, truncate
 

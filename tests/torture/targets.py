@@ -19,8 +19,7 @@ import numpy as np
 
 from keras_softmoe import analysis, checkpoints, converters, models, presets, routers
 from keras_softmoe.distribution import Backup
-from tests.support import checkpoint_writer as writer
-from tests.support import tiny
+from tests.support import checkpoint_writer as writer, tiny
 from tests.torture import victims
 
 WORK = "three years of work"

@@ -6,8 +6,7 @@ import time
 import pytest
 
 from tests.support import tiny
-from tests.torture import __main__ as program
-from tests.torture import arguments, campaign, long_runs, parts
+from tests.torture import __main__ as program, arguments, campaign, long_runs, parts
 from tests.torture.campaign import Tally
 
 pytestmark = [tiny.LOADING, tiny.LOADING_WRONG_WEIGHTS]

@@ -4,8 +4,7 @@ import unicodedata
 import numpy as np
 import pytest
 
-from experiments.synthetic import GLYPH_CLASSES, fonts
-from experiments.synthetic import _glyph_bank as glyph_bank
+from experiments.synthetic import GLYPH_CLASSES, _glyph_bank as glyph_bank, fonts
 from tests.support.close import assert_near
 
 

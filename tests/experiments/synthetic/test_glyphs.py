@@ -4,8 +4,7 @@ import sys
 import numpy as np
 import pytest
 
-from experiments.synthetic import GLYPH_CLASSES, glyphs
-from experiments.synthetic import _resampling as resampling
+from experiments.synthetic import GLYPH_CLASSES, _resampling as resampling, glyphs
 from keras_softmoe.datasets import digits
 from tests.support.close import assert_near
 
