@@ -68,32 +68,23 @@ class ModelSize(NamedTuple):
 
 
 def model_size(model, num_classes=None, **changes):
-    """Return the sizes of a model, without building it.
+    """Return the `ModelSize` of a model that is not built.
 
-    Args:
-        model: preset, backbone, task or dict of arguments, as in `evaluation.cost`.
-        num_classes: as in `evaluation.cost`.
-        **changes: as in `evaluation.cost`.
-
-    Returns:
-        `ModelSize`.
-
-    Raises:
-        ValueError: as `evaluation.cost`, or if a group is the whole batch.
+    The arguments and errors are those of `evaluation.cost`; two towers, and groups that
+    are the whole batch, are refused, too.
     """
     total = cost(model, num_classes, **changes)
     found, name, num_classes, _ = described(model, num_classes, **changes)
     if isinstance(found, TwoTowers):
         raise ValueError(
             "Two towers share nothing, and each has its own groups. Received: "
-            f"model={model!r}. Plan each tower by itself."
+            f"model={model!r}. Plan each tower separately."
         )
     group_images = found.group_images
     if group_images is None:
         raise ValueError(
-            "A group that is the whole batch cannot be divided among devices. Received:"
-            f" group_images={group_images}. Pass `group_images=`, the images that are"
-            " routed together."
+            "A group that is the whole batch cannot be divided among devices. "
+            f"Received: group_images={group_images}."
         )
     policy = keras.dtype_policies.get(found.dtype or keras.config.dtype_policy())
     compute = itemsize(policy.compute_dtype)
@@ -162,14 +153,9 @@ def _slots_of_blocks(found):
 def _activation_bytes(found, slots, compute):
     """Return the bytes that a group keeps from the forward to the backward pass.
 
-    Those that XLA keeps without rematerialization (JAX 0.10 on a CPU, from its buffer
-    assignments). Left out are temporary tensors of one operation, embeddings of whole
-    images and all tensors without a token axis.
-
-    Args:
-        found: `ViT`, `TextTower` or `LIMoE`.
-        slots: dict from blocks to their slots.
-        compute: int, bytes of a number in the dtype of computation.
+    These are what XLA keeps without rematerialization (JAX 0.10 on a CPU, from its
+    buffer assignments), without tensors that have no token axis. `slots` are those of
+    blocks, and `compute` the bytes of a number in the dtype of computation.
     """
     group, width, heads = found.group_images, found.hidden_dim, found.num_heads
     # Bytes of a number that is normalized: input and output, and centred in float32

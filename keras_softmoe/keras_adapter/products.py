@@ -8,9 +8,9 @@ from keras.src import backend as keras_backend
 
 @contextlib.contextmanager
 def counted_products():
-    """Count the multiply-adds of the matrix products that Keras computes in a scope.
+    """Count the multiply-adds of Keras' matrix products in this context.
 
-    Those of `keras.ops.matmul`, `dot`, `tensordot`, `einsum` and
+    They are those of `keras.ops.matmul`, `dot`, `tensordot`, `einsum` and
     `dot_product_attention` and of convolutions, in any layer, also in a symbolic call.
     Would be replaced by: a public count of operations in Keras.
 
@@ -44,22 +44,20 @@ class Products:
     Would be replaced by: see `counted_products`.
 
     Attributes:
-        total: float, multiply-adds.
-        is_paused: bool.
+        total: int, multiply-adds.
     """
 
     def __init__(self):
-        self.total = 0
-        self.is_paused = False
+        self.total, self._is_paused = 0, False
 
     @contextlib.contextmanager
     def paused(self):
-        """Scope in which nothing is counted."""
-        before, self.is_paused = self.is_paused, True
+        """Count nothing in this context."""
+        before, self._is_paused = self._is_paused, True
         try:
             yield
         finally:
-            self.is_paused = before
+            self._is_paused = before
 
     def restart(self):
         """Count from zero."""
@@ -69,7 +67,7 @@ class Products:
         """Return a function that also counts, with `counter(outputs, *arguments)`."""
 
         def counted(*args, **kwargs):
-            if self.is_paused:
+            if self._is_paused:
                 return function(*args, **kwargs)
             # One may call another.
             with self.paused():
@@ -97,16 +95,13 @@ def _of_einsum(outputs, subscripts, *operands, **kwargs):
     sizes, most = {}, 1
     for term, x in zip(subscripts.split("->")[0].split(","), operands, strict=True):
         letters = term.replace(" ", "")
+        shape = tuple(x.shape)
         if "..." in letters:
-            before, after = letters.split("...")
-            shape = tuple(x.shape)
-            end = len(shape) - len(after)
-            most = max(most, math.prod(shape[len(before) : end]))
-            named = (*shape[: len(before)], *shape[end:])
-            letters = before + after
-        else:
-            named = tuple(x.shape)
-        sizes |= dict(zip(letters, named, strict=True))
+            before, after = map(len, letters.split("..."))
+            end = len(shape) - after
+            most = max(most, math.prod(shape[before:end]))
+            shape, letters = shape[:before] + shape[end:], letters.replace("...", "")
+        sizes |= dict(zip(letters, shape, strict=True))
     return most * math.prod(sizes.values())
 
 

@@ -132,10 +132,11 @@ def call_symbolically(model, inputs, around=None, start=None, parts=None):
         parts: the layers that a callable calls. Defaults to those of the layer.
     """
     around = around or {}
-    known, function = {}, model
-    if isinstance(model, keras.Layer):
-        known = {"training": False} if model._call_has_training_arg else {}
-        function, parts = model.call, flatten_layers(model)
+    is_layer = isinstance(model, keras.Layer)
+    if is_layer:
+        parts = flatten_layers(model)
+    training = is_layer and model._call_has_training_arg
+    known = {"training": False} if training else {}
 
     def hook(layer):
         call, function = layer.call, around[id(layer)]
@@ -150,6 +151,7 @@ def call_symbolically(model, inputs, around=None, start=None, parts=None):
         def call(inputs):
             if start:
                 start()
-            return function(inputs, **known)
+            # The layer itself may have another `call` now.
+            return (model.call if is_layer else model)(inputs, **known)
 
         return compute_output_spec(call, inputs)

@@ -199,28 +199,25 @@ def check_size(architecture, name):
 
     Raises:
         ValueError: if the model has more weights than the files hold, or than the
-            memory of this machine (unless they lie on accelerators, or are sharded over
+            memory of this machine (unless they are on accelerators, or sharded over
             several machines).
     """
-    weights = architecture.least_weights
-    file_bytes = _FILE_BYTES.get()
+    weights, file_bytes = architecture.least_weights, _FILE_BYTES.get()
     if file_bytes is not None and weights > _WEIGHTS_PER_BYTE * file_bytes + _RESAMPLED:
         raise ValueError(
-            f"The configuration of {name!r} describes a model with over {weights:,} "
-            f"weights, for which its files with {file_bytes:,} bytes have no place: a "
-            "file is damaged, or belongs to another model. Restore it, or pass "
-            "`load_weights=False`."
+            f"The configuration of {name!r} describes a model with at least "
+            f"{weights:,} weights, too many for its files: one is damaged, or belongs "
+            f"to another model. Received: files of {file_bytes:,} bytes. Restore it, "
+            "or pass `load_weights=False`."
         )
     # In half precision
     size, memory = 2 * weights, _memory()
     if memory is not None and size > memory:
         raise ValueError(
-            f"The model {name!r} has over {weights:,} weights, which even in half "
-            "precision "
-            f"take {size / 1e9:,.0f} GB. Received: a machine with "
-            f"{memory / 1e9:,.0f} GB of memory. Make the model smaller, or build it "
-            "under `distribution.expert_parallel` on several devices; "
-            "`evaluation.cost` counts it without building it."
+            f"The model {name!r} has at least {weights:,} weights, which even in half "
+            f"precision take {size / 1e9:,.0f} GB. Received: a machine with "
+            f"{memory / 1e9:,.0f} GB of memory. Build it under "
+            "`distribution.expert_parallel` on several devices."
         )
 
 

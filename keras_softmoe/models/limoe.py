@@ -110,8 +110,8 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
         architecture = LIMoE.of_arguments(locals())
 
         # === Layers ===
-        check_size(architecture, name)
         layers = architecture.layers()
+        check_size(architecture, name)
 
         # === Functional Model ===
         def encode(inputs, training=None):

@@ -75,8 +75,8 @@ class TextMoEBackbone(MoEBackbone):
         architecture = TextTower.of_arguments(locals())
 
         # === Layers ===
-        check_size(architecture, name)
         layers = architecture.layers()
+        check_size(architecture, name)
 
         # === Functional Model ===
         token_ids = keras.Input((sequence_length,), dtype="int32", name="token_ids")

@@ -111,8 +111,8 @@ class ViTMoEBackbone(MoEBackbone):
         architecture = ViT.of_arguments(locals())
 
         # === Layers ===
-        check_size(architecture, name)
         layers = architecture.layers()
+        check_size(architecture, name)
 
         # === Functional Model ===
         images = keras.Input(shape=architecture.image_shape, name="images")

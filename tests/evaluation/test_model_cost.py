@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_softmoe import distribution, models, ops, presets, routers
+from keras_softmoe import distribution, layers, models, ops, presets, routers
 from keras_softmoe.evaluation import cost
 from tests.support import tiny
 from tests.support.products import count, multiply_adds
@@ -298,7 +298,18 @@ def test_preset_of_another_class(tmp_path):
         cost(tmp_path)
 
 
-# === A user's own router ===
+# === A user's own layers and routers ===
+
+
+def test_layers_of_a_user_are_counted():
+    tokens = keras.Input((6, 8))
+    block = layers.EncoderBlock(2, keras.layers.Conv1D(8, 1))
+    model = keras.Model(tokens, block(tokens))
+    found = cost(model)
+    assert (found.parameters, found.weight_bytes) == count(model)
+    # Four projections and two products of attention, and the convolution
+    products = 5 * 6 * 8 * 8 + 2 * 6 * 6 * 8
+    assert found.gflop_per_image == pytest.approx(2e-9 * products)
 
 
 @keras.saving.register_keras_serializable(package="tests")

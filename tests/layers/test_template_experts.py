@@ -194,6 +194,8 @@ def test_cost():
     parts[0].build((None, WIDTH))
     parts[1].build((None, 5))
     assert numbers(Wrapped(*parts)) == expected
+    one, other = keras.layers.Conv1D(WIDTH, 1), keras.layers.Dense(WIDTH)
+    assert numbers(one) == numbers(other)
 
 
 # === Bad input ===
