@@ -181,7 +181,8 @@ def weights_follow(file_bytes=math.inf):
     cannot fill is refused before it is built.
 
     Args:
-        file_bytes: int, the size of the files with the weights, if it is known.
+        file_bytes: int, the size of the files with the weights, if it is known; `None`
+            if none are loaded.
     """
     token = _FILE_BYTES.set(file_bytes)
     try:
