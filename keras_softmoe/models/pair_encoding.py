@@ -194,7 +194,8 @@ def check_names(class_names):
         repeated = [name for name, count in Counter(names).items() if count > 1]
         raise ValueError(
             "The names of classes must all differ. Received: class_names with "
-            f"{', '.join(map(repr, repeated[:5]))} more than once."
+            f"{', '.join(map(repr, repeated[:5]))} more than once. Name them in words, "
+            "such as 'crane bird' and 'construction crane'."
         )
     return names
 
