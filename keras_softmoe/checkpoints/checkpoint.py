@@ -120,10 +120,10 @@ def open_file(path, kind):
         raise
     # Formats and their libraries fail in a dozen ways.
     except Exception as error:
-        reason = str(error)[:300]
+        reason = str(error)[:300].removesuffix(".")
         if type(error) is not ValueError:
             reason = f"{type(error).__name__}: {reason}"
         raise CheckpointError(
             f"'{path}' cannot be read as {kind}: it is missing, damaged, truncated, or "
-            f"something else. Fetch it again. Reason: {reason}."
+            f"something else; fetch it again. Reason: {reason}."
         ) from error

@@ -52,7 +52,7 @@ def local_copy(prefix):
         prefix: str, the prefix, path or URL.
     """
     if web_address(prefix) is None:
-        return prefix
+        return prefix.removeprefix("file://")
     home = os.environ.get("KERAS_HOME") or Path("~", ".keras").expanduser()
     name = hashlib.sha256(prefix.encode()).hexdigest()[:16]
     folder = Path(home, "keras_softmoe", "checkpoints", name)
@@ -97,7 +97,7 @@ def _copy(source, target, verbose, keep):
             os.replace(_download(url, aside.parent, verbose), aside)
         return
     with (
-        open_file(source, "a checkpoint") as (file, _),
+        open_file(source.removeprefix("file://"), "a checkpoint") as (file, _),
         atomic_file(target) as aside,
         open(aside, "wb") as copy,
     ):

@@ -160,7 +160,7 @@ def _mlps(blocks, hidden_dim):
         mlp_dims.add(bank[-1])
     if len(mlp_dims) > 1:
         raise CheckpointError(
-            f"All MLPs must have one width. Received: {sorted(mlp_dims)}."
+            f"All MLPs must be equally wide. Received: {sorted(mlp_dims)}."
         )
     return mlp_dims.pop(), num_experts, slots
 

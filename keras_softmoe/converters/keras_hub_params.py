@@ -54,7 +54,7 @@ def _attention(theirs, ours):
 
 
 def _block(theirs, first_norm, second_norm, attention, mlp):
-    """Rules for a block; the first group of `theirs` is its number."""
+    """Return rules for a block; the first group of `theirs` is its number."""
     return (
         *_norm(f"{theirs}/{first_norm}", _OURS + "LayerNorm_0"),
         *_norm(f"{theirs}/{second_norm}", _OURS + "LayerNorm_1"),

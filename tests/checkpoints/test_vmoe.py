@@ -113,10 +113,10 @@ def test_keys_in_any_order_and_empty_levels(tmp_path):
     assert_equal(dict(checkpoints.read_checkpoint(tmp_path / "ckpt")), ARRAYS)
 
 
-def test_prefix_is_a_str_or_a_path(tmp_path):
+def test_prefix_is_a_str_or_a_path_or_a_url(tmp_path):
     prefix = tmp_path / "with space"
     writer.write_checkpoint(prefix, ARRAYS, 2)
-    for given in (str(prefix), prefix):
+    for given in (str(prefix), prefix, f"file://{prefix}"):
         assert_equal(dict(checkpoints.read_checkpoint(given)), ARRAYS)
 
 
@@ -157,7 +157,7 @@ def test_nothing_is_kept_and_what_is_gone_is_missed(tmp_path):
     assert checkpoint["mask"].any()
     data = tmp_path / "ckpt.data-00000-of-00001"
     os.truncate(data, 10)
-    with pytest.raises(checkpoints.CheckpointError, match="data-00000.*Fetch it again"):
+    with pytest.raises(checkpoints.CheckpointError, match="data-00000.*fetch it again"):
         checkpoint["mask"]
     data.unlink()
     with pytest.raises(checkpoints.CheckpointError, match="cannot be read.*no such"):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import converters, evaluation, models, routers
-from keras_softmoe.converters import dense_model as dense_sources
+from keras_softmoe.converters.dense_model import find_file
 from tests.skips import needs
 from tests.support import hub, safetensors_file, tiny, torch_twin, twins
 from tests.support.close import assert_near
@@ -291,4 +291,4 @@ def test_preset_that_cannot_be_fetched(monkeypatch):
         monkeypatch.setattr(cls, "from_preset", fail)
     with pytest.raises(ValueError, match="save_to_preset.*no network"):
         converters.dense_model("vit_base_patch16_224_imagenet21k")
-    assert dense_sources.find_file("vit_base_patch16_224_imagenet21k") is None
+    assert find_file("vit_base_patch16_224_imagenet21k") is None

@@ -1,4 +1,4 @@
-"""The class of models in which experts are in the place of MLPs."""
+"""The class of models whose MLPs are replaced by experts."""
 
 import copy
 import functools
