@@ -130,7 +130,6 @@ RUNS_ON = {
     "training/test_adafactor.py": ("torch",),
     "training/test_contrastive_recipes.py": ("torch",),
     "training/test_finetuning.py": ("torch",),
-    "training/test_pair_pipeline.py": ("torch",),
     "training/test_pipeline.py": ("torch",),
     "training/test_paper_recipes.py": ("torch",),
     "training/test_soups.py": ("torch",),
