@@ -348,7 +348,9 @@ def test_unknown_format(tmp_path, file, arguments, message):
 def test_missing_package(tmp_path, monkeypatch):
     found = export_file.find_spec
     monkeypatch.setattr(
-        export_file, "find_spec", lambda name: None if name == "tf2onnx" else found(name)
+        export_file,
+        "find_spec",
+        lambda name: None if name == "tf2onnx" else found(name),
     )
     with pytest.raises(ImportError, match="pip install tf2onnx"):
         classifier("soft").export(tmp_path / "model.onnx", format="onnx")
