@@ -232,6 +232,7 @@ ON_ALL = {
         "test_int4_rounds_each_block_of_each_expert[7-5-3]",
     ),
     "layers/test_soft_moe.py": ("test_slots_mix_the_tokens_themselves",),
+    "layers/test_limoe_block.py": (
         "test_both_dispatchers",
         "test_layer_is_its_twin_and_padding_has_no_say",
     ),

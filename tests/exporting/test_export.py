@@ -21,7 +21,7 @@ import pytest
 import keras_softmoe as ksm
 from experiments import measured as kept
 from keras_softmoe import layers, models, routers
-from keras_softmoe.exporting import export_model
+from keras_softmoe.exporting import export as export_file, export_model
 from keras_softmoe.exporting.export import FORMATS
 from tests import skips
 from tests.support import close, gradients, tiny, tiny_limoe
