@@ -23,7 +23,7 @@ def named_files():
     """Files of the library that docstrings of test files name."""
     for path in TESTS.rglob("test_*.py"):
         text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-        yield from re.findall(r"`(?!tests/)((?:\w+/)+\w+\.py)`", text)
+        yield from re.findall(r"`(?!tests/|docs/)((?:\w+/)+\w+\.py)`", text)
 
 
 NAMED = set(named_files())

@@ -14,16 +14,19 @@ from keras_softmoe import exporting
 from keras_softmoe.catalogue import moe_blocks as moe_blocks
 
 # Files of models from `converters.add_experts` name its classes.
-from keras_softmoe.models import loading, with_experts as with_experts
+from keras_softmoe.models import (
+    backbone,
+    contrastive,
+    contrastive_preprocessor,
+    loading,
+    with_experts as with_experts,
+)
 from keras_softmoe.models.adaptation import merge_lora as merge_lora
-from keras_softmoe.models.backbone import ModalityEncoder, MoEBackbone
 from keras_softmoe.models.contrastive import (
-    ContrastiveTask,
     LIMoEContrastive as LIMoEContrastive,
     TwoTowerContrastive as TwoTowerContrastive,
 )
 from keras_softmoe.models.contrastive_preprocessor import (
-    ContrastivePreprocessor,
     LIMoEPreprocessor as LIMoEPreprocessor,
     LIMoETokenizer as LIMoETokenizer,
     TwoTowerPreprocessor as TwoTowerPreprocessor,
@@ -44,15 +47,20 @@ from keras_softmoe.models.two_towers import TwoTowerBackbone as TwoTowerBackbone
 from keras_softmoe.models.vit import ViTMoEBackbone as ViTMoEBackbone
 
 # Subclasses inherit the methods of their base class.
-loading.attach(MoEBackbone)
+loading.attach(backbone.MoEBackbone)
 loading.attach(ViTMoEImageClassifier, loading.load_classifier)
-loading.attach(ContrastiveTask, loading.load_contrastive)
+loading.attach(contrastive.ContrastiveTask, loading.load_contrastive)
 for _cls in (
     ViTMoEImageConverter,
     ViTMoEImageClassifierPreprocessor,
     LIMoETokenizer,
-    ContrastivePreprocessor,
+    contrastive_preprocessor.ContrastivePreprocessor,
 ):
     loading.attach_without_weights(_cls)
-for _cls in (MoEBackbone, ModalityEncoder, ViTMoEImageClassifier, ContrastiveTask):
+for _cls in (
+    backbone.MoEBackbone,
+    backbone.ModalityEncoder,
+    ViTMoEImageClassifier,
+    contrastive.ContrastiveTask,
+):
     _cls.export = exporting.export_model

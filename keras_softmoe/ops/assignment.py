@@ -255,9 +255,8 @@ def check_num_selected_experts(num_selected_experts, num_experts):
     """Raise unless `1 <= num_selected_experts <= num_experts`."""
     if not 1 <= num_selected_experts <= num_experts:
         raise ValueError(
-            "`num_selected_experts` must be between 1 and the number of experts, "
-            f"{num_experts}. Received: num_selected_experts={num_selected_experts}. "
-            "Choose fewer, or raise `num_experts`."
+            f"`num_selected_experts` must be between 1 and {num_experts}, the number "
+            f"of experts. Received: num_selected_experts={num_selected_experts}."
         )
 
 
