@@ -42,7 +42,6 @@ INTERNAL = {
     "files",
     "keras_adapter",
     "layer_cost",
-    "moved",
     "sharding",
     "types",
 }
