@@ -41,7 +41,6 @@ INTERNAL = {
     "drawing",
     "files",
     "keras_adapter",
-    "moved",
     "sharding",
     "types",
 }
