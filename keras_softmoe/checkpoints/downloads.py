@@ -91,6 +91,8 @@ def download_checkpoint(prefix, folder, verbose=1, keep=False):
 def _copy(source, target, verbose, keep):
     if keep and os.path.exists(target):
         return
+    if verbose:
+        print(f"Downloading {source}")
     # An interrupted copy does not get the name of a whole one.
     if (url := web_address(source)) is not None:
         with atomic_file(target) as aside:
