@@ -146,8 +146,8 @@ def test_cost_is_that_of_our_own_model(vit, sparse):
     assert evaluation.cost(vit) == evaluation.cost(converters.dense_model(vit))
     template = converters.add_experts(FAMILIES["CLIP"](), (0,), ROUTER, verbose=0)
     dense, found = evaluation.cost(FAMILIES["CLIP"]()), evaluation.cost(template)
-    # 5 tokens at one more expert each, and the router's logits
-    more = 5 * (2 * 8 * 12) + 5 * 8 * 4
+    # A template has a slot for each of 5 tokens in all 4 experts; logits of the router
+    more = 3 * 5 * (2 * 8 * 12) + 5 * 8 * 4
     assert found.gflop_per_image - dense.gflop_per_image == pytest.approx(2e-9 * more)
     with pytest.raises(ValueError, match="num_classes=3"):
         evaluation.cost(sparse, num_classes=3)

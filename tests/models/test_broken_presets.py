@@ -285,7 +285,7 @@ def test_files_of_text_without_end(preset, file):
         ({"num_layers": 10**5}, "num_layers=100000"),
         ({"mlp_dim": 10**9}, "mlp_dim=1000000000"),
         # What each of them may be, but not all together
-        ({"mlp_dim": 2**20, "hidden_dim": 2**16}, "no place"),
+        ({"mlp_dim": 2**20, "hidden_dim": 2**16}, "too many for its files"),
         ({"moe_layers": list(range(10**5))}, r"moe_layers=\[0, 1, 2, .*\.\.\.\]"),
         ({"image_shape": [4096, 4096, 3]}, "65,536 patches"),
     ],

@@ -48,9 +48,9 @@ def test_whole_images_are_routed(family):
         assert to_numpy(decision.summary["load"]).sum(axis=1).tolist() == [4, 4]
     assert sparse.get_config()["moe_settings"]["by_image"] == [True, True]
     assert analysis.analyze(sparse, x, verbose=0).blocks[1].dropped == 0
-    # One more expert, and the router's logits: the MLP of block 1 twice
+    # One more expert, or a slot for each image in all 4 (a template), and logits
     costs = [evaluation.cost(model).gflop_per_image for model in (dense, sparse)]
-    of_mlps = {"ViT": 2 * 5 * 2 * 8 * 12, "MiT": _OF_MIT}[family]
+    of_mlps = {"ViT": 2 * 5 * 2 * 8 * 12, "MiT": 3 * _OF_MIT}[family]
     logits = 2 * 8 * 4 if family == "ViT" else (8 + 16) * 4
     assert costs[1] - costs[0] == pytest.approx(2e-9 * (of_mlps + logits))
     same = converters.to_dense_model(sparse, x, verbose=0)
