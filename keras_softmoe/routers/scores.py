@@ -16,6 +16,7 @@ import functools
 from dataclasses import field, fields
 from typing import ClassVar
 
+import numpy as np
 from keras import ops
 
 from keras_softmoe.checks import (
@@ -142,6 +143,23 @@ class Capacity:
         )
         # A token takes at most one slot of an expert.
         return min(capacity, num_tokens)
+
+
+@functools.lru_cache(maxsize=256)
+def slots_by_length(capacity, factor, largest, choices, num_experts):
+    """Return the slots for 0, 1, ... tokens, at least one: `(largest + 1,)` int32.
+
+    Cached, as each eager call needs it. Arguments are those of `Capacity.slots`.
+    """
+
+    def slots(num_tokens):
+        try:
+            return capacity.slots(factor, num_tokens, choices, num_experts)
+        except ValueError:
+            # So few tokens would have less than one slot.
+            return 1
+
+    return np.array([1, *map(slots, range(1, largest + 1))], "int32")
 
 
 # === Scores ===

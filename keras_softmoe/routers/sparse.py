@@ -14,14 +14,10 @@ from keras_softmoe.keras_adapter.layers import flatten_layers
 from keras_softmoe.keras_adapter.runs import before_compiling_distillers
 from keras_softmoe.ops import SlotRouting
 from keras_softmoe.ops.assignment import gates_of_slots
+from keras_softmoe.ops.kernels import reshape
 from keras_softmoe.ops.numbers import normal_like
 from keras_softmoe.ops.routing import choice_routing
 from keras_softmoe.ops.selection import take_along
-from keras_softmoe.routers.lengths import (
-    first_slots,
-    mean_of_groups,
-    slots_by_length,
-)
 from keras_softmoe.routers.losses import (
     Routed,
     RoutingLoss,
@@ -35,6 +31,7 @@ from keras_softmoe.routers.scores import (
     PolicySettings,
     mutable_settings,
     settings_of,
+    slots_by_length,
 )
 from keras_softmoe.sharding.constraints import is_distributed
 
@@ -207,7 +204,7 @@ class SparseRouter(Router, PolicySettings):
                 scores, chosen, slots, valid, masks, seed, sharded
             )
             if limit is not None:
-                token, filled = first_slots(token, filled, limit)
+                token, filled = _first_slots(token, filled, limit)
             routing = SlotRouting(token, filled, gates_of_slots(gates, token, filled))
         summary = {
             "logits": logits,
@@ -357,7 +354,7 @@ class SparseRouter(Router, PolicySettings):
         summary["auxiliary_loss"] = auxiliary_loss
         # With a frozen router the loss would only train the layers before it.
         if self.trainable:
-            loss = mean_of_groups(auxiliary_loss, num_tokens)
+            loss = _mean_of_groups(auxiliary_loss, num_tokens)
             # Keras adds losses in `floatx`.
             self.add_loss(ops.cast(loss, keras.config.floatx()))
 
@@ -417,6 +414,30 @@ class SparseRouter(Router, PolicySettings):
 
     def _arguments(self):
         return {**self.get_config(), "losses": self.routing_losses}
+
+
+def _first_slots(token, filled, limit):
+    """Keep the first `limit` slots of each expert, `(G,)` int.
+
+    Slots are filled by priority: a smaller capacity would have filled these.
+    """
+    slots = ops.arange(filled.shape[-1], dtype="int32")
+    filled = ops.logical_and(filled, slots < reshape(limit, (-1, 1, 1)))
+    return ops.where(filled, token, 0), filled
+
+
+def _mean_of_groups(losses, num_tokens):
+    """Return the mean over the groups with tokens; 0 if there are none."""
+    if num_tokens is None:
+        groups = losses.shape[0]
+        if groups is not None and groups != 0:
+            return ops.mean(losses)
+        # On TensorFlow the batch size may be known only when the graph runs.
+        groups = ops.cast(ops.shape(losses)[0], losses.dtype)
+        return ops.sum(losses) / ops.maximum(groups, 1.0)
+    has_tokens = num_tokens > 0
+    count = ops.maximum(ops.sum(ops.cast(has_tokens, losses.dtype)), 1.0)
+    return ops.sum(ops.where(has_tokens, losses, 0.0)) / count
 
 
 def _warn_of_losses_left_out(distiller):

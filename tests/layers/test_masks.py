@@ -1,6 +1,6 @@
 """Masked tokens: the others are routed as in a sequence without them.
 
-Slots and losses of groups of different lengths are in `routers/lengths.py`.
+Slots and losses of groups of different lengths are in `routers/sparse.py`.
 """
 
 import keras

@@ -1,7 +1,7 @@
 """Settings of sparse routers, fields of policies.
 
 Policies are in `routers/policies.py`, `routers/scores.py` and
-`routers/modalities.py`.
+`routers/limoe.py`.
 """
 
 import numpy as np
