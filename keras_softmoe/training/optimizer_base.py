@@ -17,7 +17,7 @@ class ByVariable(adapter.OwnAverages):
     The averages of `use_ema=True` have no bias to the first step.
     """
 
-    def __init__(self, weight_decay_rules, **kwargs):
+    def __init__(self, weight_decay_rules, gradient_scale_rules, **kwargs):
         super().__init__(**kwargs)
         if weight_decay_rules and self.weight_decay is not None:
             raise ValueError(
@@ -29,15 +29,16 @@ class ByVariable(adapter.OwnAverages):
                 )
             )
         self.weight_decay_rules = check_rules("weight_decay_rules", weight_decay_rules)
+        self.gradient_scale_rules = check_rules(
+            "gradient_scale_rules", gradient_scale_rules
+        )
 
     def build(self, variables):
         if self.built:
             return
         super().build(variables)
-        # The first rule that matches a variable decides.
         self._decay_rates = [
-            next((r for p, r in self.weight_decay_rules if re.search(p, v.path)), 0.0)
-            for v in variables
+            _first_match(self.weight_decay_rules, v.path, 0.0) for v in variables
         ]
 
     def add_like(self, variable, name, mean_of=None, dtype=None):
@@ -66,6 +67,13 @@ class ByVariable(adapter.OwnAverages):
 
             # Gradients of embeddings are sparse there.
             grads = [g if g is None else tf.convert_to_tensor(g) for g in grads]
+        if self.gradient_scale_rules:
+            # Before any clipping, as in V-MoE's released code
+            paths = [v.path for v in trainable_variables or adapter.variables_of(self)]
+            factors = [_first_match(self.gradient_scale_rules, p, 1.0) for p in paths]
+            grads = [
+                g if g is None else f * g for g, f in zip(grads, factors, strict=True)
+            ]
         return super().apply(grads, trainable_variables)
 
     def decay_rate(self, variable):
@@ -112,6 +120,7 @@ class ByVariable(adapter.OwnAverages):
         return {
             **super().get_config(),
             "weight_decay_rules": self.weight_decay_rules,
+            "gradient_scale_rules": self.gradient_scale_rules,
         }
 
 
@@ -144,3 +153,8 @@ def weight_of_all(steps, momentum):
     That is `1 - momentum ** steps`, without loss of digits for a momentum near 1.
     """
     return -ops.expm1(steps * math.log(momentum)) if momentum else ops.ones_like(steps)
+
+
+def _first_match(rules, path, default):
+    """Return the number of the first rule whose pattern matches a path."""
+    return next((n for pattern, n in rules if re.search(pattern, path)), default)

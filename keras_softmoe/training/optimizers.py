@@ -34,6 +34,8 @@ class Adam(ByVariable, keras.optimizers.Optimizer):
         weight_decay_rules: optional list of `(pattern, rate)`. A step subtracts
             `learning_rate * rate * variable` with the rate of the first pattern that
             `re.search` finds in `variable.path`; without a match there is no decay.
+        gradient_scale_rules: optional list of `(pattern, factor)` of the same form, for
+            gradients before they are clipped.
         momentum_dtype: `"bfloat16"` for the first moment, or `None` for the dtype of
             the variables, which the second moment always has.
         **kwargs: arguments of `keras.optimizers.Optimizer`, such as `weight_decay` (one
@@ -63,11 +65,17 @@ class Adam(ByVariable, keras.optimizers.Optimizer):
         beta_2: float = 0.999,
         epsilon: float = 1e-8,
         weight_decay_rules: Sequence | None = None,
+        gradient_scale_rules: Sequence | None = None,
         momentum_dtype: str | None = None,
         **kwargs,
     ):
         check_choice("momentum_dtype", momentum_dtype, (None, "bfloat16"))
-        super().__init__(weight_decay_rules, learning_rate=learning_rate, **kwargs)
+        super().__init__(
+            weight_decay_rules,
+            gradient_scale_rules,
+            learning_rate=learning_rate,
+            **kwargs,
+        )
         self.beta_1 = beta_1
         self.beta_2 = beta_2
         self.epsilon = epsilon
@@ -181,7 +189,7 @@ class SGD(ByVariable, keras.optimizers.SGD):
         learning_rate: float or schedule.
         momentum: float from 0 to 1.
         nesterov: bool, whether to apply Nesterov momentum.
-        weight_decay_rules: see `Adam`.
+        weight_decay_rules, gradient_scale_rules: see `Adam`.
         **kwargs: see `Adam`.
 
     Raises:
@@ -202,10 +210,12 @@ class SGD(ByVariable, keras.optimizers.SGD):
         momentum: float = 0.0,
         nesterov: bool = False,
         weight_decay_rules: Sequence | None = None,
+        gradient_scale_rules: Sequence | None = None,
         **kwargs,
     ):
         super().__init__(
             weight_decay_rules,
+            gradient_scale_rules,
             learning_rate=learning_rate,
             momentum=momentum,
             nesterov=nesterov,
@@ -242,7 +252,7 @@ class Adafactor(ByVariable, keras.optimizers.Optimizer):
         min_dim_size_to_factor: int, variables whose second largest axis is shorter keep
             all their squares.
         momentum_dtype: `"bfloat16"` or `"float32"`, dtype of the momentum.
-        weight_decay_rules: see `Adam`.
+        weight_decay_rules, gradient_scale_rules: see `Adam`.
         **kwargs: see `Adam`.
 
     Raises:
@@ -268,12 +278,18 @@ class Adafactor(ByVariable, keras.optimizers.Optimizer):
         min_dim_size_to_factor: int = 32,
         momentum_dtype: str = "bfloat16",
         weight_decay_rules: Sequence | None = None,
+        gradient_scale_rules: Sequence | None = None,
         **kwargs,
     ):
         check_numbers(least=0, under=1, beta_1=beta_1, max_beta_2=max_beta_2)
         check_numbers(under=0, beta_2_decay=beta_2_decay)
         check_choice("momentum_dtype", momentum_dtype, ("bfloat16", "float32"))
-        super().__init__(weight_decay_rules, learning_rate=learning_rate, **kwargs)
+        super().__init__(
+            weight_decay_rules,
+            gradient_scale_rules,
+            learning_rate=learning_rate,
+            **kwargs,
+        )
         self.beta_1 = beta_1
         self.beta_2_decay = beta_2_decay
         self.max_beta_2 = max_beta_2
