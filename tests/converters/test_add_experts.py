@@ -568,7 +568,7 @@ def test_it_is_said_where_outputs_change(case, capsys):
 def test_experts_of_any_layer_without_factors_are_said():
     sparse = converters.add_experts(FAMILIES["CLIP"](), (1,), ROUTER, verbose=0)
     experts = sparse.moe_layers[1].experts
-    with pytest.warns(UserWarning, match="take no factors of LoRA.*moe/experts"):
+    with pytest.warns(UserWarning, match="have no factors of LoRA.*moe/experts"):
         sparse.enable_lora(2)
     assert not any(weight.trainable for weight in experts.weights)
     with pytest.raises(ValueError, match="a second time"):
@@ -579,7 +579,7 @@ def test_names_without_a_layer_freeze_nothing():
     sparse = converters.add_experts(FAMILIES["ViT"](), (1,), ROUTER, verbose=0)
     flags = [weight.trainable for weight in sparse.weights]
     for names in (["quer"], [], ["layer_norm"], ["query", "valu"]):
-        with pytest.raises(ValueError, match="that take factors"):
+        with pytest.raises(ValueError, match="that have factors"):
             sparse.enable_lora(2, names)
     assert [weight.trainable for weight in sparse.weights] == flags
 
