@@ -304,10 +304,7 @@ LONG = {
     ),
     "converters/test_graphs_over_models.py": tuple(
         f"test_graph_is_loaded_equal[{family}]"
-        for family in (
-            *_OTHER_FAMILIES,
-            *("DINOv2", "CLIP", "Swin", "BERT"),
-        )
+        for family in (*_OTHER_FAMILIES, *("DINOv2", "CLIP", "Swin", "BERT"))
     ),
     "distribution/test_parallel.py": (
         "test_a_model_may_be_built_by_its_first_batch",

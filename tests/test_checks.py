@@ -7,15 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks.torture.arguments import BACKBONE, BACKBONES, NO_SIZES, TEXT, targets
-from keras_softmoe import (
-    architecture,
-    checks,
-    evaluation,
-    layers,
-    models,
-    ops,
-    routers,
-)
+from keras_softmoe import architecture, checks, evaluation, layers, models, ops, routers
 from tests.support import tiny, tiny_limoe
 
 

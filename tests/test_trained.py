@@ -9,7 +9,6 @@ from experiments import synthetic
 from experiments.lib.cards import read_runs
 from tests.support.close import assert_near
 
-# === Images ===
 
 SOFT = "soft_moe_tiny_patch4_16e_32_glyphs"
 TRAINED = [name for name in ksm.presets.names() if name.endswith("glyphs")]
@@ -114,8 +113,6 @@ def accuracy(classifier, images, labels):
     logits = classifier.predict(images, verbose=0)
     return float(np.mean(logits.argmax(-1) == labels))
 
-
-# === Images and captions ===
 
 LIMOE = "limoe_tiny_patch4_8e_32_shapes"
 DENSE = "limoe_dense_tiny_patch4_32_shapes"

@@ -11,7 +11,6 @@ from tests.support.close import assert_near
 from tests.support.gradients import recorded
 from tests.support.references import to_numpy
 
-# === Load, in any model ===
 
 LOADED = {
     "token choice": routers.SoftmaxTokenChoiceRouter(3, 1, 0.5),
@@ -109,8 +108,6 @@ def test_images_must_be_finite():
     with pytest.raises(ValueError, match="Images must be finite.*image 2 of 4"):
         analysis.analyze(tiny.classifier(), images, verbose=0)
 
-
-# === Images ===
 
 TOKEN_CHOICE = routers.SoftmaxTokenChoiceRouter(
     4, num_selected_experts=2, capacity_factor=0.5
@@ -214,9 +211,6 @@ def test_labels_of_unknown_tokens():
     model = keras.Model(inputs, layers.SoftMoE(2, 8)(inputs))
     with pytest.raises(ValueError, match="Received: labels with Functional"):
         analysis.analyze(model, np.ones((2, NUM_TOKENS, 6)), [0, 1], verbose=0)
-
-
-# === Information ===
 
 
 def information(router, num_images=5, labels=None, group_images=1):

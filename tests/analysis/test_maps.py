@@ -8,9 +8,7 @@ from keras_softmoe.analysis import RoutingMaps, analyze
 from keras_softmoe.analysis.maps import ExampleReducer, _WordCounts
 from keras_softmoe.analysis.streaming import Pairs
 from keras_softmoe.layers import SoftMoE
-from keras_softmoe.models import (
-    ViTMoEBackbone,
-)
+from keras_softmoe.models import ViTMoEBackbone
 from keras_softmoe.routers import (
     LIMoERouter,
     SoftmaxExpertChoiceRouter,

@@ -96,9 +96,7 @@ def test_routing():
         token = routing.token[group, expert, slot]
         weights[group, token, expert] = routing.gate[group, expert, slot]
     np.testing.assert_allclose(
-        statistics.weight_by_position,
-        weights.sum(0) / valid.sum(0)[:, None],
-        rtol=1e-5,
+        statistics.weight_by_position, weights.sum(0) / valid.sum(0)[:, None], rtol=1e-5
     )
     mean = weights.sum(1) / np.maximum(valid.sum(1), 1)[:, None]
     np.testing.assert_allclose(

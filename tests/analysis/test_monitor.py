@@ -55,9 +55,6 @@ def test_a_dense_model():
         fit(None)
 
 
-# === Usage by modality ===
-
-
 def limoe_pairs(count=8):
     return tiny.pixels(count), tiny_limoe.captions(count)
 

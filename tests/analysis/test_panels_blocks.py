@@ -56,9 +56,6 @@ def picture(ax):
     return image
 
 
-# === Load ===
-
-
 def test_expert_load():
     given = statistics()
     given[5] = make_block(5)._replace(load=np.zeros(3), dropped=1.0)
@@ -68,9 +65,6 @@ def test_expert_load():
         expected = block.load / (block.load.mean() or 1)
         np.testing.assert_allclose(heights, expected)
         assert f"dropped {100 * block.dropped:.3g}% of tokens" in ax.get_title()
-
-
-# === Classes ===
 
 
 def test_experts_by_class_in_the_order_of_the_numbers():
@@ -128,9 +122,6 @@ def test_names_that_are_missing():
         plot("by_class", statistics(), class_names="abc")
 
 
-# === Positions ===
-
-
 def mosaic_tiles(ax, shape):
     """Dict from the expert to the map beneath its number."""
     mosaic = picture(ax).get_array().filled(np.nan)
@@ -176,9 +167,6 @@ def test_an_expert_without_work_is_drawn():
         image = picture(panels(plot(name, {1: block}))[1])
         assert image.get_array().max() == 0
         assert image.norm.vmax > 0
-
-
-# === Distributions ===
 
 
 @pytest.mark.parametrize("num_choices", [1, 2, 5])

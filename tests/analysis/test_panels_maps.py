@@ -10,11 +10,7 @@ from keras_softmoe.analysis import RoutingMaps, analyze
 from keras_softmoe.analysis.maps import ExpertExamples, ExpertPatches
 from keras_softmoe.analysis.panels_maps import _most_different_slots
 from keras_softmoe.models import ViTMoEBackbone
-from keras_softmoe.routers import (
-    IdentityRouter,
-    SoftmaxTokenChoiceRouter,
-    SoftRouter,
-)
+from keras_softmoe.routers import IdentityRouter, SoftmaxTokenChoiceRouter, SoftRouter
 from tests.support import tiny
 from tests.support.close import assert_near
 from tests.support.reading import png, tick_names

@@ -35,9 +35,6 @@ def test_every_modality_can_be_drawn(name, modalities):
         assert named & {"image", "text"} == set(modalities)
 
 
-# === Load ===
-
-
 def test_load():
     given = statistics((1, 3, 5))
     figure = plot("modality_load", given, (5, 1))
@@ -73,9 +70,6 @@ def test_a_capacity_far_above_is_written():
     assert "capacity" not in legend_names(figure.legends[0])
 
 
-# === Confidence ===
-
-
 def test_confidence():
     given = statistics((1, 3))
     figure = plot("confidence", given)
@@ -108,9 +102,6 @@ def test_confidence():
     np.testing.assert_allclose(np.array(least.get_segments())[..., 1], 1 / 3)
 
 
-# === Coverage ===
-
-
 def test_coverage():
     given = statistics((1, 3))
     figure = plot("coverage", given, share=0.8)
@@ -130,9 +121,6 @@ def test_coverage():
         ]
     with pytest.raises(ValueError, match="Received: share=2"):
         plot("coverage", given, share=2)
-
-
-# === Words ===
 
 
 def test_bars_are_shares():
@@ -157,9 +145,6 @@ def test_bars_are_shares():
     assert tick_names(figure.axes[1].xaxis) == ["0", "2", "all"]
     assert legend_names(figure.legends[0]) == ["padding", "verb", "noun"]
     assert png(figure).startswith(b"\x89PNG")
-
-
-# === Queues ===
 
 
 def test_priorities():
@@ -197,9 +182,6 @@ def test_experts_of_many():
     for experts in ([], [20]):
         with pytest.raises(ValueError, match="from 0 to 19.*Received: experts="):
             plot("priorities", given, experts=experts)
-
-
-# === Trajectories ===
 
 
 def test_trajectories():

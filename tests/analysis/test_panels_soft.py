@@ -136,8 +136,7 @@ def test_slot_correlation():
         "slot_correlation",
         {
             1: given[1]._replace(
-                slot_directions=make_directions(100),
-                slot_contribution=np.ones((50, 2)),
+                slot_directions=make_directions(100), slot_contribution=np.ones((50, 2))
             )
         },
     )

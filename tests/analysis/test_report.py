@@ -82,10 +82,7 @@ def test_a_model_of_ones_own(save):
 def test_limoe(save, captions):
     captions = None if captions is None else pairs.token_ids()
     routing = analyze(
-        *(pairs.limoe(), pairs.images()),
-        captions=captions,
-        num_pictures=2,
-        verbose=0,
+        *(pairs.limoe(), pairs.images()), captions=captions, num_pictures=2, verbose=0
     )
     found = save(routing)
     assert found.headings == [*ALL, PAIRS, EXAMPLES]

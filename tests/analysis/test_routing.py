@@ -82,8 +82,6 @@ def test_pairs_as_a_dict():
         analysis.analyze(model, inputs, num_pictures=1, verbose=0)
 
 
-# === Choosing figures and blocks ===
-
 BLOCKS = (0, 1, 2, 3, 4, "my_moe")
 MADE = {
     "blocks": routing_blocks.make_block,

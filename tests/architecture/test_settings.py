@@ -112,9 +112,6 @@ def test_widths_of_two_towers():
         found.replace(image_projection_dim=5)
 
 
-# === Of models and presets ===
-
-
 def two_towers():
     return models.TwoTowerBackbone(image_tower(), text_tower(num_layers=2))
 

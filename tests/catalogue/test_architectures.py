@@ -24,9 +24,6 @@ def all_published():
     return {name: m["published"] for name, m in found if "published" in m}
 
 
-# === The papers' tables ===
-
-
 def rows_of(table):
     """What follows the table in the metadata, over all presets."""
     rows = [published["row"] for published in all_published().values()]
@@ -92,9 +89,6 @@ def test_published_flops():
     for name, row in published.items():
         found = cost(name, row["head_classes"]).gflop_per_image
         assert found == pytest.approx(row["gflop_per_image"], rel=0.01), name
-
-
-# === Models ===
 
 
 def arguments(name):

@@ -200,9 +200,6 @@ def test_preset_of_another_library(tmp_path):
             function(path)
 
 
-# === Architectures ===
-
-
 def test_read_config(catalogue):
     assert lookup.read_config("vit_tiny") == (OURS["registered_name"], OURS["config"])
     name, config = lookup.read_config(ARCHITECTURE)
@@ -242,11 +239,7 @@ def test_write(tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "backbone", "part"),
     [
-        (
-            ARCHITECTURE,
-            models.ViTMoEBackbone,
-            models.ViTMoEImageClassifierPreprocessor,
-        ),
+        (ARCHITECTURE, models.ViTMoEBackbone, models.ViTMoEImageClassifierPreprocessor),
         (
             "limoe_huge_patch14_32e_294",
             models.LIMoEBackbone,

@@ -130,9 +130,6 @@ def test_other_kinds_of_files(tmp_path):
         converters.dense_model(tmp_path)
 
 
-# === Names and shapes ===
-
-
 @pytest.fixture(scope="module")
 def arrays():
     return torch_twin.state("timm", head=True)

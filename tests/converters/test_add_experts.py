@@ -256,10 +256,7 @@ class Block(keras.layers.Layer):
         self.norm = keras.layers.LayerNormalization(name="norm")
         self.mlps = [
             keras.Sequential(
-                [
-                    keras.layers.Dense(6, activation="gelu"),
-                    keras.layers.Dense(4),
-                ],
+                [keras.layers.Dense(6, activation="gelu"), keras.layers.Dense(4)],
                 name=f"mlp_{index}",
             )
             for index in range(2)

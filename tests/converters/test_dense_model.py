@@ -66,9 +66,6 @@ def test_logits(name):
     assert type(backbone) is models.ViTMoEBackbone
 
 
-# === Another resolution ===
-
-
 @pytest.mark.parametrize("name", ["ViTBackbone", "DeiTBackbone", "SigLIPVisionEncoder"])
 def test_another_resolution(name):
     """KerasHub leaves the resampling to the user: done here, as `transformers` does."""
@@ -104,9 +101,6 @@ def test_another_resolution_of_dinov2(tmp_path, name):
         )
         ours = converters.dense_model(saved, image_shape=LARGER)
         assert_same_features(ours, large, images)
-
-
-# === Presets ===
 
 
 @pytest.mark.parametrize("name", ["ViTImageClassifier", "DINOV2Backbone, registers"])
@@ -223,9 +217,6 @@ def test_handle_of_hugging_face(tmp_path, monkeypatch):
     monkeypatch.setattr(hub_package, "snapshot_download", fail)
     with pytest.raises(ValueError, match="model.safetensors and the .json.*no network"):
         converters.dense_model("hf://google/vit")
-
-
-# === Refused ===
 
 
 def test_what_has_gates():

@@ -31,10 +31,7 @@ def token_choice(num_selected_experts, room=1.0, **arguments):
     """With just enough slots for every choice, times `room`."""
     factor = room * NUM_EXPERTS / num_selected_experts
     return routers.SoftmaxTokenChoiceRouter(
-        NUM_EXPERTS,
-        num_selected_experts,
-        capacity_factor=factor,
-        **arguments,
+        NUM_EXPERTS, num_selected_experts, capacity_factor=factor, **arguments
     )
 
 
@@ -363,10 +360,7 @@ def placed():
 
 @pytest.mark.parametrize(
     "router",
-    [
-        routers.SoftRouter(4, slots_per_expert=2),
-        routers.SoftRouter(4, normalize=False),
-    ],
+    [routers.SoftRouter(4, slots_per_expert=2), routers.SoftRouter(4, normalize=False)],
 )
 def test_positions_are_close_to_the_dense_model(placed, router):
     expected = to_numpy(placed(IMAGES)["pooled_output"])

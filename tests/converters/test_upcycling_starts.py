@@ -21,9 +21,6 @@ def planted(num_clusters=4, each=30, width=6, noise=0.1, seed=0):
     return tokens * rng.uniform(0.1, 10, size=(len(labels), 1)), labels
 
 
-# === Clusters ===
-
-
 def plain_kmeans(tokens, centroids):
     """Lloyd's algorithm on the sphere, token by token."""
     points = [token / np.linalg.norm(token) for token in tokens]
@@ -84,9 +81,6 @@ def test_kmeans_in_chunks(rng, monkeypatch):
     assert in_chunks[0].dtype == "float32"
 
 
-# === Decompositions ===
-
-
 def whitened_truncation(kernel, inputs, rank):
     """The data-aware truncated SVD of the paper: whiten, truncate, and back."""
     whitening = np.linalg.cholesky(inputs.T @ inputs)
@@ -127,9 +121,6 @@ def test_truncation_keeps_what_nothing_is_known_of(rng):
     kernel = rng.normal(size=(4, 3))
     assert statistics.truncated_kernel(kernel, kernel.T, 1) is kernel
     assert statistics.truncated_kernel(kernel, np.zeros((0, 4)), 0.5) is kernel
-
-
-# === Directions and scales ===
 
 
 def test_positions_are_told_apart(rng):

@@ -84,9 +84,6 @@ def test_bad_arguments_are_named(arguments, received):
         sample(*arguments)
 
 
-# === Digits ===
-
-
 def test_values_are_the_originals_in_0_to_255():
     images, labels = digits(image_size=8)
     small, expected = load_digits(return_X_y=True)

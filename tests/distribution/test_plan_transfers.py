@@ -110,9 +110,6 @@ def test_dense_kernels_are_gathered_where_they_are_cut():
             }
 
 
-# === Pairs of images and captions ===
-
-
 def test_what_pairs_add():
     found = plan(tiny_models.limoe(), DEVICES, 1e9, batch_size=16)
     # Attention and norms of two blocks, the MLP of one, the last norm
@@ -130,9 +127,6 @@ def test_what_pairs_add():
         }
     assert plan(tiny_models.limoe(), 1, 1e9).meshes[0].transfers == ()
     assert "pairs" not in str(plan(tiny.backbone(**SOFT), DEVICES, 1e9).meshes)
-
-
-# === Compiled steps ===
 
 
 def bytes_of(collectives):

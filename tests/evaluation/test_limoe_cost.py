@@ -124,9 +124,6 @@ def test_settings_of_routers():
     assert cost({**ARGUMENTS, **SPARSE}) == cost(model, group_images=32)
 
 
-# === Errors ===
-
-
 class Finder(models.LIMoEContrastive):
     """A task of one's own that adds no weights."""
 

@@ -126,8 +126,6 @@ def test_memory_is_bounded():
     assert peak < 1e6
 
 
-# === Errors ===
-
 GOOD = {"image_embeddings": embeddings(4), "text_embeddings": embeddings(8)}
 
 

@@ -3,12 +3,7 @@
 import numpy as np
 import pytest
 
-from keras_softmoe.evaluation.ridge import (
-    L2_GRID,
-    best_l2,
-    ridge_probe,
-    sample_support,
-)
+from keras_softmoe.evaluation.ridge import L2_GRID, best_l2, ridge_probe, sample_support
 from tests.support.close import assert_near
 from tests.support.references import Reference
 
@@ -26,9 +21,6 @@ def data():
     centres, y = rng.normal(size=(5, 6)), rng.permutation(np.arange(75) % 5)
     x = centres[y] + rng.normal(size=(75, 6))
     return x[:40], y[:40], x[40:], y[40:]
-
-
-# === Against the reference ===
 
 
 @pytest.mark.parametrize("name", ["g_fewshot_n_gt_d", "g_fewshot_d_gt_n"])
@@ -87,9 +79,6 @@ def test_reference(name):
         else:
             assert ours == theirs
     saved.finish()
-
-
-# === The parts ===
 
 
 @pytest.mark.parametrize("num_images, dim", [(5, 9), (9, 9), (10, 9), (40, 9), (6, 1)])

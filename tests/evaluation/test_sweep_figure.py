@@ -25,9 +25,6 @@ def make_rows(seeds=3, **grid):
     )
 
 
-# === Rows ===
-
-
 def test_sweeps_are_joined():
     one, other = make_rows(a=[1], b=[2]), make_rows(a=[1], b=[3])
     joined = sum([one, other], start=Sweep((), {"whole": [1.0]}))
@@ -73,9 +70,6 @@ ONE = Sweep([({"a": 1}, {"accuracy": [1.0]}, 1.0)])
 def test_rows_without_a_front(sweep, arguments, message):
     with pytest.raises(ValueError, match=message):
         sweep.pareto(**arguments)
-
-
-# === Against a setting ===
 
 
 def test_accuracy_against_capacity():
@@ -195,9 +189,6 @@ def test_several_scores_and_a_target():
 def test_rows_that_do_not_make_a_figure(sweep, arguments, message):
     with pytest.raises(ValueError, match=message):
         sweep.plot(**arguments)
-
-
-# === Against a cost ===
 
 
 def costly_rows(stretch=1.0):

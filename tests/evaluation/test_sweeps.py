@@ -98,10 +98,7 @@ def test_settings_are_put_back_after_an_error():
             lambda m: evaluation.routing_sweep(m, (TEST[0], [0]), priority=["max"]),
             "7 images, 1 labels",
         ),
-        (
-            lambda m: evaluation.routing_sweep(m, ([], []), priority=["max"]),
-            "0 images",
-        ),
+        (lambda m: evaluation.routing_sweep(m, ([], []), priority=["max"]), "0 images"),
     ],
 )
 def test_bad_arguments_are_named(call, received):

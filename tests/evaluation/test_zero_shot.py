@@ -107,9 +107,6 @@ def test_equal_scores_go_to_the_first_class():
     assert not zero_shot(Letters(), images_of("1"), names, ["{}"]).scores.any()
 
 
-# === Errors ===
-
-
 class Untouched:
     """Nothing is encoded before all arguments are checked."""
 

@@ -80,9 +80,6 @@ def test_every_public_name_has_an_example():
     assert set(NOT_RUN) | set(BACKEND_OF) <= {*EXAMPLES, *docstrings.MODULES}
 
 
-# === Types: `make lint` checks the examples ===
-
-
 def signatures():
     """Dict from `module.name`, or `module.name.method`, to the functions that are ours.
 

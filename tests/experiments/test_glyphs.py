@@ -71,9 +71,6 @@ def test_distractors_lie_beside_the_glyph():
     np.testing.assert_array_equal(part, images[260:267])
 
 
-# === The bank ===
-
-
 def test_classes_hold_no_digit_of_any_script():
     assert len(set(GLYPH_CLASSES)) == len(GLYPH_CLASSES) == 179
     for character in GLYPH_CLASSES:

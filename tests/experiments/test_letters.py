@@ -11,14 +11,7 @@ from keras.ops import convert_to_numpy
 import keras_softmoe as ksm
 from experiments.letters import __main__ as program, answers, presets, upcycling
 from experiments.letters.bank import NEW_FONTS, SPLITS, load_bank, make_bank
-from experiments.letters.models import (
-    MODELS,
-    SMOKE,
-    STUDY,
-    VIEWS,
-    ViewRouter,
-    count,
-)
+from experiments.letters.models import MODELS, SMOKE, STUDY, VIEWS, ViewRouter, count
 from experiments.letters.pictures import BLOCK, IMAGE_SIZE, PLACEMENTS, Letters
 from experiments.letters.trainings import gather, names_of, training
 from experiments.lib.cards import read_metadata

@@ -15,7 +15,6 @@ from experiments.lib import cards
 from experiments.limoe_presets import NAMES
 from keras_softmoe import catalogue, models, presets
 
-# === Programs ===
 
 # Those that an earlier form of the script trained saw fewer images.
 IMAGES = glyph_presets.EPOCHS * glyph_presets.EPOCH_IMAGES
@@ -60,8 +59,6 @@ def test_a_glyph_preset_is_trained(tmp_path, monkeypatch):
     assert models.ViTMoEImageClassifier.from_preset(str(directory)).count_params() > 1e6
     assert "Accuracy:\n\n- glyphs, center: 0." in (directory / "README.md").read_text()
 
-
-# === Cards ===
 
 TRAINED = [*(twin.name for twin in TWINS.values()), *NAMES.values()]
 
@@ -151,8 +148,6 @@ def test_hubs_read_the_card(name):
         assert result.task_type == head.pipeline_tag
         assert result.metric_type == "accuracy"
 
-
-# === Uploads ===
 
 NAME = "vit_tiny_patch4_32_glyphs"
 

@@ -18,8 +18,6 @@ from keras_softmoe import models
 from tests.support import tiny
 from tests.support.close import assert_near
 
-# === Runs ===
-
 
 def test_batches_are_whole():
     batches = list(runs.batches_of(np.arange(10), np.arange(10) + 1, 4))
@@ -121,8 +119,6 @@ def test_a_training_with_other_settings_is_refused(tmp_path):
     assert runs.finish(same, tmp_path) == done
 
 
-# === Commands ===
-
 COMMANDS = [
     answers,
     glyph_presets,
@@ -145,8 +141,6 @@ def test_help(command, monkeypatch, capsys):
     assert end.value.code == 0
     assert re.search(r"usage: .*options:", capsys.readouterr().out, flags=re.DOTALL)
 
-
-# === The table of releases says what the logs of their runs say ===
 
 LOG = """\
 ============ test session starts ============

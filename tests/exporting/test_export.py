@@ -55,7 +55,7 @@ ROUTERS = {
 # A short run: formats of TensorFlow, and routers with operations that others
 # lack. The file of PyTorch and those of other processes are in the tests below.
 SHORT = {
-    "tensorflow": [("Sinkhorn expert choice", "onnx"), ("batch priority", "litert")],
+    "tensorflow": [("Sinkhorn expert choice", "onnx"), ("batch priority", "litert")]
 }.get(BACKEND, [])
 WHERE_WRITTEN = skips.only_on("tensorflow", "torch", because="one file")
 WHERE_ONNX_IS_WRITTEN = skips.only_on("tensorflow", because="one file")

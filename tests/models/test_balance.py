@@ -34,9 +34,6 @@ def fit(model, x=None, epochs=1, **kwargs):
     return model.fit(x, y, epochs=epochs, verbose=0, **kwargs).history
 
 
-# === The metric of the balancing losses ===
-
-
 def test_the_metric_is_the_loss_of_the_routers():
     router = routers.SoftmaxTokenChoiceRouter(
         EXPERTS,
@@ -92,9 +89,6 @@ def test_pairs():
     added = np.subtract(history["loss"], history["val_loss"])
     np.testing.assert_allclose(history["routing_loss"], added, rtol=1e-3)
     assert abs(added[0]) > 1e-2
-
-
-# === Dropped tokens ===
 
 
 def biased(capacity_factor=1.0, **settings):

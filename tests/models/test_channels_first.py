@@ -151,9 +151,7 @@ def test_numbers_are_those_of_channels_last(case, request):
     keras.utils.set_random_seed(0)
     actual = case()
     keras.tree.map_structure(
-        lambda a, b: assert_near(a, b, rtol=1e-6, atol=1e-7),
-        actual,
-        expected,
+        lambda a, b: assert_near(a, b, rtol=1e-6, atol=1e-7), actual, expected
     )
 
 
@@ -183,8 +181,7 @@ def test_sources_of_keras_hub(request):
 
     def make():
         backbone = hub.make(
-            "ViTBackbone",
-            image_shape=hub.SHAPE if last else (3, 12, 12),
+            "ViTBackbone", image_shape=hub.SHAPE if last else (3, 12, 12)
         )
         preprocessor = keras_hub.models.ViTImageClassifierPreprocessor(
             keras_hub.layers.ViTImageConverter(

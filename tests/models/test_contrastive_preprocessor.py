@@ -14,13 +14,7 @@ from tests.support import tiny, tiny_limoe
 from tests.support.close import assert_near
 from tests.support.layer_checks import assert_same_weights
 from tests.support.references import to_numpy
-from tests.support.tiny_limoe import (
-    BATCH,
-    LENGTH,
-    VOCABULARY_SIZE,
-    captions,
-    token_ids,
-)
+from tests.support.tiny_limoe import BATCH, LENGTH, VOCABULARY_SIZE, captions, token_ids
 
 LONG = "a very long caption about one red circle and two blue stars"
 

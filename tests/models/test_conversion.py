@@ -176,9 +176,6 @@ def test_progress_is_shown(tmp_path, capsys):
     assert "array" in capsys.readouterr().out
 
 
-# === Failures ===
-
-
 def listing(folder):
     return sorted(path.relative_to(folder) for path in folder.rglob("*"))
 

@@ -129,10 +129,7 @@ def test_palettes_and_transparency(model, x, expected):
         (np.zeros((5, 8, 8, 4)), r"\(5, 8, 8, 4\).*alpha channel"),
         (np.zeros((5, 8, 8, 2)), r"\(5, 8, 8, 2\).*Repeat a grey channel"),
         (np.zeros(5), r"\(5,\).*four axes"),
-        (
-            [np.zeros((8, 8, 3)), np.zeros((9, 8, 3))],
-            r"same shape.*\(9, 8.*Resize",
-        ),
+        ([np.zeros((8, 8, 3)), np.zeros((9, 8, 3))], r"same shape.*\(9, 8.*Resize"),
         (np.full((2, 8, 8, 3), "a"), "arrays of numbers.*Image.open"),
     ],
 )

@@ -87,9 +87,6 @@ def test_compiled_functions_obey():
     assert_near(tiny.predict(model, x), expected, rtol=1e-4, atol=1e-5)
 
 
-# === Groups ===
-
-
 def test_groups_of_images():
     # Predictions, an evaluation and a step of training are those of a model built so.
     x, y = tiny.pixels(6), tiny.labels(6)

@@ -117,10 +117,7 @@ def test_other_weights_than_those_of_the_optimizer(change):
     run()
     model.backbone.router.trainable = change == "unfreeze"
     before = model.get_weights()
-    for refused in (
-        run,
-        lambda: model.train_on_batch(tiny.images(4), tiny.labels(4)),
-    ):
+    for refused in (run, lambda: model.train_on_batch(tiny.images(4), tiny.labels(4))):
         with pytest.raises(ValueError, match="call `compile` again.*router/kernel"):
             refused()
     assert_same_weights(model, before)

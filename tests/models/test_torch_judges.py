@@ -76,9 +76,6 @@ def assert_close(ours, expected):
     assert_near(ours, expected, atol=1e-4)
 
 
-# === transformers ===
-
-
 @pytest.fixture
 def hugging_face(tmp_path):
     transformers = needs("transformers")
@@ -127,9 +124,6 @@ def test_twin_of_transformers(hugging_face):
             (vector, expected.pooler_output),
         ):
             assert_near(ours, other.detach().numpy(), atol=1e-4)
-
-
-# === timm ===
 
 
 @pytest.fixture

@@ -55,9 +55,6 @@ def moe(router):
     return {"moe_layers": (0,), "router": router}
 
 
-# === Text tower ===
-
-
 @pytest.mark.parametrize("pooling", TEXT_POOLINGS)
 def test_text_tower(pooling):
     model = text_tower(pooling=pooling)
@@ -124,9 +121,6 @@ def test_texts_of_wrong_length():
             tiny.predict(model, np.zeros(shape, "int32"))
 
 
-# === Two towers ===
-
-
 @pytest.mark.parametrize("dims", [(None, None), (6, 6), (None, 8)])
 def test_outputs(dims):
     model = towers(
@@ -158,9 +152,7 @@ def test_losses_of_both_towers_are_trained():
     # Where a router's logits are all zero, its z-loss is log(E) squared.
     image, text = (
         routers.SoftmaxTokenChoiceRouter(
-            4,
-            noise_std=0.0,
-            losses=[routers.RoutingLoss(ops.z_loss, weight=weight)],
+            4, noise_std=0.0, losses=[routers.RoutingLoss(ops.z_loss, weight=weight)]
         )
         for weight in (1.0, 0.5)
     )

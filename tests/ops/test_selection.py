@@ -123,9 +123,6 @@ def test_order_of_many_tokens(priority):
         np.testing.assert_array_equal(to_numpy(actual), wanted)
 
 
-# === Noise ===
-
-
 def expected(shape, calls):
     seed = keras.random.SeedGenerator(3)
     return [to_numpy(keras.random.normal(shape, seed=seed)) for _ in range(calls)]

@@ -15,11 +15,7 @@ from tests.support.references import to_numpy
 pytestmark = pytest.mark.usefixtures("quick_loops")
 
 
-@given(
-    logits=cases.scores(),
-    num_iterations=st.sampled_from([1, 20]),
-    seed=cases.seeds,
-)
+@given(logits=cases.scores(), num_iterations=st.sampled_from([1, 20]), seed=cases.seeds)
 def test_sinkhorn_plan(logits, num_iterations, seed):
     valid = cases.padding(logits.shape[:2], seed)
     plan = to_numpy(ops.sinkhorn_plan(logits, num_iterations, valid=valid))

@@ -7,12 +7,7 @@ import pytest
 from keras_softmoe import converters, models, routers
 from tests.support import twins
 from tests.support.close import assert_near
-from tests.support.references import (
-    Reference,
-    losses_of,
-    to_numpy,
-    unpack_checkpoints,
-)
+from tests.support.references import Reference, losses_of, to_numpy, unpack_checkpoints
 
 TOLERANCE = 1e-4
 
@@ -120,9 +115,6 @@ def test_logits_with_tokens_in_bfloat16(preset):
         preset(reference), dispatch_dtype="bfloat16"
     )
     assert_near(to_numpy(model(images)), expected, rtol=TOLERANCE, atol=TOLERANCE)
-
-
-# === V-MoE in plain NumPy, written from the description of the released code ===
 
 
 def vmoe_logits(params, images, config, rounds=False):

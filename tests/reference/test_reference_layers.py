@@ -50,9 +50,6 @@ def in_groups(tokens, group_size):
     return tokens.reshape(-1, group_size, tokens.shape[-1])
 
 
-# === a: soft ===
-
-
 @pytest.mark.parametrize("name", SOFT_FILES)
 def test_soft_layer(name, set_noise):
     reference = Reference(name)
@@ -112,9 +109,6 @@ def check_weight_means(reference, prefix, routing):
         for extreme in ("min", "max"):
             mean = getattr(weights, extreme)(axis=axes).mean()
             reference.check(f"{prefix}{name}_weights_{extreme}_mean", mean)
-
-
-# === bc: token choice and expert choice ===
 
 
 def sparse_router(case, config):

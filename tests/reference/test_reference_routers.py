@@ -47,8 +47,6 @@ def rounding(settings):
     }
 
 
-# === b: softmax token choice ===
-
 TOKEN_CHOICE_CASES = [
     f"k{k}_bpr{b}_cf{cf}_{r}_m{m}"
     for k, b, cf, r, m in itertools.product(
@@ -152,8 +150,6 @@ def test_noisy_token_choice(name, case, set_noise):
     np.testing.assert_allclose(added, losses["auxiliary_loss"].mean(), rtol=1e-5)
     finish(reference, f"{case}/")
 
-
-# === c: softmax expert choice ===
 
 EXPERT_CHOICE_CASES = [
     *(

@@ -90,8 +90,7 @@ def transport_router(prefix, settings):
         num_selected_experts=settings["num_selected_experts"],
         priority="max" if dispatcher["batch_priority"] else "position",
         losses=losses_of(
-            {name: settings.get(name, 0.0) for name in weights},
-            arguments["noise_std"],
+            {name: settings.get(name, 0.0) for name in weights}, arguments["noise_std"]
         ),
         **arguments,
     )

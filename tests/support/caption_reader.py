@@ -52,9 +52,7 @@ def _read_mention(text):
         "color": _only(word for word in words if word in COLOR_NAMES),
         "shape": _only(word for word in shapes if word in SHAPE_NAMES),
         "size": _only(_SIZES[word] for word in words if word in _SIZES),
-        "count": _only(
-            {_COUNTS[word] for word in words if word in _COUNTS},
-        ),
+        "count": _only({_COUNTS[word] for word in words if word in _COUNTS}),
         "place": " ".join(place) or None,
     }
 

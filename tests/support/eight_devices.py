@@ -28,10 +28,7 @@ PLACEMENTS = {
 # Compiling takes nearly all of the time, so each check has as few programs as it needs.
 # Between replicas nothing but gradients is sent, whatever the router; `adapters` and
 # `dense_part` train soft routers on two axes.
-TRAINED = {
-    "soft": ("one device", "one axis"),
-    "token choice": tuple(PLACEMENTS),
-}
+TRAINED = {"soft": ("one device", "one axis"), "token choice": tuple(PLACEMENTS)}
 STEPS_PER_EPOCH, EPOCHS = 10, 2
 
 
@@ -441,10 +438,7 @@ def _sent(text):
 
 
 def _shapes(variable):
-    return [
-        list(variable.shape),
-        list(variable.value.addressable_shards[0].data.shape),
-    ]
+    return [list(variable.shape), list(variable.value.addressable_shards[0].data.shape)]
 
 
 def _error(make):

@@ -144,9 +144,6 @@ def recorded(layer, inputs, **kwargs):
     return call(inputs)
 
 
-# === Derivatives in forward mode and of second order ===
-
-
 def slope(fn, arrays, directions):
     """Derivative of `fn(*tensors)`, a scalar, along directions, in forward mode."""
     if keras.backend.backend() == "jax":

@@ -74,9 +74,6 @@ def token_choice(probabilities, num_choices, capacity, priority, names, valid=No
     return np.where(filled, np.array(order)[token], 0), filled
 
 
-# === Losses of one modality, or of pairs ===
-
-
 def entropy(p):
     """In nats, over the last axis; 0 log 0 is 0."""
     return -np.where(p > 0, p * np.log(np.where(p > 0, p, 1.0)), 0.0).sum(-1)
@@ -129,9 +126,6 @@ def sigmoid_contrastive_loss(logits):
     logits = np.asarray(logits, "float64")
     sign = 2 * np.eye(len(logits)) - 1
     return np.log1p(np.exp(-sign * logits)).sum(1)
-
-
-# === Losses: name -> (G,), as the appendix writes them ===
 
 
 def importance(routed, modality):

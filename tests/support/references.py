@@ -120,9 +120,6 @@ class Reference:
         assert not passed_over, f"not compared: {passed_over}"
 
 
-# === Probes, and statistics of a routing ===
-
-
 def build(router, reference):
     """The router with the saved kernel, and the saved tokens."""
     tokens = reference.given("inputs")
@@ -218,11 +215,7 @@ def losses_of(weights, noise_std):
 
     Those of V-MoE's router have weights of 0.005 where the settings have none.
     """
-    weights = {
-        "importance_loss_weight": 0.005,
-        "load_loss_weight": 0.005,
-        **weights,
-    }
+    weights = {"importance_loss_weight": 0.005, "load_loss_weight": 0.005, **weights}
     functions = {
         "gshard_loss_weight": ops.gshard_loss,
         "importance_loss_weight": ops.importance_loss,

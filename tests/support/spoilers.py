@@ -236,8 +236,7 @@ SPOILERS = {
     ),
     "piece with bytes to spare": (
         lambda files: files.chunk(BIAS)[0].__setitem__(
-            0,
-            msgpack.ExtType(writer.NDARRAY, files.chunk(BIAS)[0][0].data + b"\0"),
+            0, msgpack.ExtType(writer.NDARRAY, files.chunk(BIAS)[0][0].data + b"\0")
         ),
         "extra data",
     ),

@@ -43,11 +43,7 @@ LOSS_TWINS = [
 ]
 # Drops tokens.
 ROUTER = routers.LIMoERouter(
-    4,
-    capacity_factor=0.75,
-    losses=LOSSES,
-    loss_weight=0.5,
-    noise_std=0.0,
+    4, capacity_factor=0.75, losses=LOSSES, loss_weight=0.5, noise_std=0.0
 )
 # Has room for all.
 AMPLE = routers.LIMoERouter(
@@ -120,9 +116,6 @@ def pairs(num_pairs=BATCH, seed=0):
 
 def as_numpy(outputs):
     return {name: to_numpy(x) for name, x in outputs.items()}
-
-
-# === Expected losses ===
 
 
 def logits(outputs):

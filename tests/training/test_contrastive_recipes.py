@@ -169,9 +169,6 @@ def test_a_cooldown_goes_on_from_a_saved_model(vocabulary, tmp_path, pairs):
         np.testing.assert_array_equal(value, before[path], err_msg=path)
 
 
-# === Mistakes ===
-
-
 @pytest.mark.parametrize(
     "arguments, received",
     [

@@ -51,10 +51,7 @@ def preset(tmp_path):
 def load(preset, **changes):
     """A classifier with a head that does not start from zeros, so that all moves."""
     model = models.ViTMoEImageClassifier.from_preset(
-        preset,
-        num_classes=NUM_CLASSES,
-        preprocessor=tiny.preprocessor(),
-        **changes,
+        preset, num_classes=NUM_CLASSES, preprocessor=tiny.preprocessor(), **changes
     )
     kernel = model.output_dense.kernel
     kernel.assign(np.random.default_rng(0).normal(size=kernel.shape))

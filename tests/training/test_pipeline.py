@@ -190,9 +190,6 @@ def test_labels_of_a_data_set_must_be_classes(label):
             first(make(data))
 
 
-# === Pairs of images and captions ===
-
-
 def make_pair_recipe(augmentation="none"):
     return training.recipe(
         "limoe_pretraining",

@@ -37,9 +37,6 @@ def test_configuration_of_the_loss():
     np.testing.assert_allclose(to_numpy(copy(LABELS, LOGITS)), EXPECTED.sum(), 1e-5)
 
 
-# === The metric ===
-
-
 def twin(labels, predictions, weights):
     """By the letter of V-MoE, appendix B.6, image by image."""
     hits = total = 0.0

@@ -170,9 +170,6 @@ def test_memory_does_not_grow_with_the_files(tmp_path):
     assert peak < 6 * (8 * 120 * 120 * 4)
 
 
-# === Errors ===
-
-
 @pytest.mark.parametrize(
     ("checkpoints", "message"),
     [

@@ -35,9 +35,6 @@ def some(combinations="train", image_size=16):
     )
 
 
-# === Attributes ===
-
-
 def test_shapes_types_and_names():
     data = some()
     assert isinstance(data, CaptionedShapes)
@@ -95,9 +92,6 @@ def test_parts_hold_their_combinations():
         assert second == (set() if combinations == "held_out" else expected)
 
 
-# === Captions ===
-
-
 @pytest.mark.parametrize("combinations", ["train", "held_out", "all"])
 def test_captions_are_true(combinations):
     data = some(combinations)
@@ -137,9 +131,6 @@ def test_captions_vary_and_mention_a_part():
     assert 0.1 < np.mean([relation is not None for _, relation in read]) < 0.35
 
 
-# === Images ===
-
-
 @pytest.mark.parametrize("combinations", ["train", "held_out"])
 def test_things_are_whole_and_apart(combinations):
     rng = np.random.default_rng(0)
@@ -154,9 +145,6 @@ def test_things_are_whole_and_apart(combinations):
         both = there[:, i] & there[:, j]
         distance = np.hypot(*(part[:, i] - part[:, j] for part in (things.x, things.y)))
         assert np.all((distance > reach[:, i] + reach[:, j] + 0.015)[both])
-
-
-# === The function ===
 
 
 def test_scene_depends_on_seed_and_index_only():
