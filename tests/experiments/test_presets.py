@@ -15,7 +15,6 @@ from experiments.lib import cards
 from experiments.limoe_presets import NAMES
 from keras_softmoe import catalogue, models, presets
 
-
 # Those that an earlier form of the script trained saw fewer images.
 IMAGES = glyph_presets.EPOCHS * glyph_presets.EPOCH_IMAGES
 ROUTERS = {
