@@ -25,9 +25,8 @@ class SoftmaxExpertChoiceRouter(SparseRouter):
         **settings: as in `SoftmaxTokenChoiceRouter`. No `losses` by default;
             `[RoutingLoss(ops.z_loss, weight=1e-4)]` keeps logits small.
 
-    Weights: `kernel` `(D, E)`.
-
-    Returns, when called on `(G, S, D)` tokens: `Decision` with a `SlotRouting`.
+    Weights: `kernel` `(D, E)`. Returns, when called on `(G, S, D)` tokens: `Decision`
+    with a `SlotRouting`.
 
     Raises:
         ValueError: if an argument is not among the accepted values.
@@ -74,10 +73,8 @@ class SinkhornExpertChoiceRouter(SparseRouter):
         noise_std: float, see `SoftmaxTokenChoiceRouter`.
         **settings: as in `SoftmaxTokenChoiceRouter`. No `losses` by default.
 
-    Weights: `kernel` `(D, E)`.
-
-    Returns, when called on `(G, S, D)` tokens: `Decision` with a `SlotRouting`;
-    `selection` in the summary is the plan.
+    Weights: `kernel` `(D, E)`. Returns, when called on `(G, S, D)` tokens: `Decision`
+    with a `SlotRouting`; `selection` in the summary is the plan.
 
     Raises:
         ValueError: if an argument is not among the accepted values.
@@ -128,10 +125,8 @@ class SparseTransportExpertChoiceRouter(SparseRouter):
             the plan: then the router does not learn).
         **settings: as in `SoftmaxTokenChoiceRouter`. No `losses` by default.
 
-    Weights: `kernel` `(D, E)`.
-
-    Returns, when called on `(G, S, D)` tokens: `Decision` with a `SlotRouting`;
-    `selection` in the summary is the plan.
+    Weights: `kernel` `(D, E)`. Returns, when called on `(G, S, D)` tokens: `Decision`
+    with a `SlotRouting`; `selection` in the summary is the plan.
 
     Raises:
         ValueError: if an argument is not among the accepted values.

@@ -22,7 +22,7 @@ class IdentityRouter(Router):
         **kwargs: `name` and `trainable`, as in `keras.layers.Layer`.
 
     Returns, when called on `(G, S, D)` tokens: `Decision` with a `SlotRouting` of
-    `S / E` slots per expert and the summary `load`, `dropped` and `auxiliary_loss`.
+    `S / E` slots per expert.
 
     Raises:
         ValueError: if `num_experts` does not divide the number of tokens of a group.
@@ -54,6 +54,7 @@ class IdentityRouter(Router):
         if valid is not None:
             # Real tokens take the slots of a sequence without padding.
             index = ops.arange(num_tokens, dtype="int32")
+            # Positions of the real tokens first, in their order, (G, S)
             order = ops.argsort(ops.where(valid, index, index + num_tokens), axis=-1)
             count = ops.sum(ops.cast(valid, "int32"), axis=-1)
             filled = token < reshape(count, (-1, 1, 1))

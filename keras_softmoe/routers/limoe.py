@@ -30,9 +30,7 @@ _TEXT_SHARE, _IMAGE_SHARE = 9 / 32, 20 / 32
 
 
 def classic_losses(by_modality: bool = False) -> tuple:
-    """Return the importance, load and z-loss.
-
-    The load loss needs noise: a router with `noise_std=0` refuses it.
+    """Return the importance, load and z-loss. The load loss needs a router with noise.
 
     Args:
         by_modality: bool, whether each is computed separately for images and text (six
@@ -69,11 +67,10 @@ def entropy_losses(
 
     Args:
         num_experts: int, number of experts of the router.
-        text_experts: float, soft minimum of experts for text, see `RoutingLoss`.
-            By default 9 of 32, as in most ablations; the paper's models with 4 to 64
-            experts (figure 12) have `0.6 * num_experts`.
+        text_experts: float, soft minimum of experts for text, see `RoutingLoss`. By
+            default 9 of 32, as in most ablations; in figure 12 `0.6 * num_experts`.
         image_experts: float, soft minimum of experts for images. By default 20 of 32;
-            in figure 12 `0.2 * num_experts`, which is under one for 4 experts.
+            in figure 12 `0.2 * num_experts`.
         num_selected_experts: int, the number `K` of experts that a token chooses.
 
     Returns:
@@ -83,8 +80,8 @@ def entropy_losses(
         ValueError: if a soft minimum is not positive, or `num_selected_experts` is not
             in `[1, num_experts]`.
 
-    Source: LIMoE, section 4.1 ("entropy"), appendices A.2 (thresholds), E.1 (K > 1) and
-    E.2 (thresholds grow with the number of experts), table 5.
+    Source: LIMoE, section 4.1 ("entropy"), appendices A.2, E.1 (K > 1) and E.2, table
+    5.
 
     Examples:
         >>> losses = ksm.routers.entropy_losses(num_experts=32, text_experts=4)
@@ -148,31 +145,37 @@ class Modalities:
     def check(self, num_experts, choices):
         """Raise unless the policies of a router fit together."""
         self._check_kept_experts(num_experts)
+        # Each modality needs an expert for each choice, and each expert a modality.
         counts = {"image": self.image_experts, "text": self.text_experts}
         total = self.num_predicted_experts or num_experts
         for name, count in counts.items():
             if count is not None and not choices <= count <= total:
                 raise ValueError(
-                    f"`{name}_experts` must lie between the number of choices, "
-                    f"{choices}, and that of experts, {total}. Received: "
-                    f"{name}_experts={count}."
+                    f"`{name}_experts` must be from {choices}, the number of choices, "
+                    f"to {total}, the number of experts. "
+                    + received(**{f"{name}_experts": count})
                 )
         if sum(total if c is None else c for c in counts.values()) < total:
             raise ValueError(
                 "Some experts would be used by neither modality: `image_experts` and "
-                f"`text_experts` must add up to at least {total}. Received: "
-                f"image_experts={self.image_experts}, "
-                f"text_experts={self.text_experts}."
+                f"`text_experts` must add up to at least {total}. "
+                + received(
+                    image_experts=self.image_experts, text_experts=self.text_experts
+                )
             )
 
     def _check_kept_experts(self, num_experts):
         kept_experts, total = self.kept_experts, self.num_predicted_experts
+        found = received(
+            kept_experts=kept_experts,
+            num_experts=num_experts,
+            num_predicted_experts=total,
+        )
         if kept_experts is None:
             if total not in (None, num_experts):
                 raise ValueError(
                     "A router that predicts more experts than it has needs "
-                    "`kept_experts`. Received: kept_experts=None, "
-                    f"num_experts={num_experts}, num_predicted_experts={total}."
+                    f"`kept_experts`. {found}"
                 )
             return
         total = total or num_experts
@@ -180,13 +183,10 @@ class Modalities:
         if list(kept_experts) != sorted(set(kept_experts)) or not inside:
             raise ValueError(
                 "`kept_experts` are indices of experts, ascending, from 0 to "
-                f"{total - 1}. Received: kept_experts={kept_experts}."
+                f"{total - 1}. {found}"
             )
         if len(kept_experts) != num_experts:
-            raise ValueError(
-                "`num_experts` is the number of kept experts. Received: "
-                f"num_experts={num_experts}, kept_experts={kept_experts}."
-            )
+            raise ValueError(f"`num_experts` is the number of kept experts. {found}")
 
     def masks(self, group_tokens, modalities):
         """Return a dict from modalities to the `(1, S)` bool masks of their tokens."""
@@ -197,6 +197,7 @@ class Modalities:
                 "`modalities=(('image', 64), ('text', 16))`. Received: "
                 f"modalities={modalities} for {group_tokens} tokens in a group."
             )
+        # A group has the tokens of several pairs, one after the other.
         names = np.tile(names, group_tokens // len(names))
         return {
             name: ops.convert_to_tensor((names == name)[None]) for name, _ in modalities
@@ -210,6 +211,7 @@ class Modalities:
         if len(masks) == 1:
             (name,) = masks
             return ops.matmul(tokens, kernels[name])
+        # Both products of every token, as compilers need shapes: only half are used.
         image, text = (ops.matmul(tokens, kernels[name]) for name in MODALITIES)
         return ops.where(ops.expand_dims(masks["image"], -1), image, text)
 
@@ -218,14 +220,15 @@ class Modalities:
         for name, mask in masks.items():
             barred = self._barred(name, logits.shape[-1])
             if barred.any():
-                # (1, S, E)
+                # Which token may not choose which expert, (1, S, E)
                 barred = ops.logical_and(ops.expand_dims(mask, -1), barred)
-                # Lower than any noise
+                # Lower than any noise, and a probability of zero
                 logits = ops.where(barred, lowest(logits), logits)
         return logits
 
     def _barred(self, modality, num_experts):
         """Return an `(E,)` bool array of the experts closed to a modality."""
+        # Images have the first experts, text the last; in between they share.
         index = np.arange(num_experts)
         if modality == "image":
             return index >= (self.image_experts or num_experts)
@@ -235,6 +238,7 @@ class Modalities:
         """Return the probabilities of the experts that were not pruned."""
         if not self.is_pruned:
             return probabilities
+        # After the softmax over all, so that gates stay as large as in training
         return ops.take(probabilities, np.array(self.kept_experts), axis=-1)
 
 
@@ -249,6 +253,7 @@ class ModalityTokenChoice(TokenChoice):
 
     def assign(self, selection, chosen, slots, valid, masks, seed, sharded):
         priority = self.priority
+        # Only one of the two may be in a call: then all tokens go by position.
         modality, _, is_first = priority.rpartition("_")
         if is_first == "first":
             priority = "position"
@@ -271,60 +276,40 @@ class LIMoESettings(SparseSettings, total=False):
 class LIMoERouter(SparseRouter):
     """LIMoE's router: tokens of images and text choose among the same experts.
 
-    A token chooses its most probable experts, as in V-MoE. The losses are new: they
-    distinguish modalities. Without them, the text tokens in the paper collapsed to one
-    expert or none.
+    A token chooses its most probable experts, as in V-MoE; losses distinguish
+    modalities.
 
     Args:
         num_experts: int, number of experts.
         num_selected_experts: int, the number `K` of experts that a token chooses.
-        priority: order in which tokens are assigned: `"sum"`, `"max"`, `"position"`,
-            `"pair"` or `"random"`, see `ops.token_choice`; `"image_first"` or
+        priority: as in `SoftmaxTokenChoiceRouter`; or `"image_first"` or
             `"text_first"`, one modality before the other, each by position.
         loss_weight: float, weight of the average of the losses.
-        per_modality: bool, whether images and text have separate kernels over the
-            shared experts.
-        image_experts: int, number of experts open to images, from the first on. All if
-            `None`.
-        text_experts: int, number of experts open to text, up to the last. All if
-            `None`. Experts are disjoint if the two add up to `num_experts`.
+        per_modality: bool, whether images and text have separate kernels,
+            `image_kernel` and `text_kernel` instead of `kernel` `(D, E)`.
+        image_experts: int, number of experts open to images, from the first; or `None`.
+        text_experts: int, number of experts open to text, up to the last; or `None`.
         single_modality_capacity_factor: float, slots per choice if a call has only
             images or only text, which do not use all experts.
-        noise_std: float. In training, normal noise of standard deviation
-            `noise_std / num_experts` is added to the logits that choose and weigh. With
-            0, pass `losses` without the load loss, which needs noise.
-        kept_experts: `None`, or for a pruned router the kept experts: a sequence of
-            `num_experts` ascending ints under `num_predicted_experts`. The softmax is
-            over all experts of the unpruned model, so gates are as large as in its
-            training ("router-pred", appendix E.4); tokens choose among the kept ones.
-            Pass `losses=()`, as a pruned router is not trained.
-        num_predicted_experts: int, number of experts before pruning. `None` for
-            `num_experts`.
-        **settings: `capacity_factor`, by default 1.05 slots per choice if a call has
-            images and text; the others as in `SoftmaxTokenChoiceRouter`. By default
-            `losses` are `classic_losses() + entropy_losses(num_experts)`.
+        noise_std: float, see `SoftmaxTokenChoiceRouter`.
+        kept_experts: for a pruned router the kept experts: `num_experts` ascending ints
+            under `num_predicted_experts`. The softmax is over all experts of the
+            unpruned model, so gates are as large as in its training.
+        num_predicted_experts: int, number of experts before pruning.
+        **settings: `capacity_factor`, by default 1.05; the others as in
+            `SoftmaxTokenChoiceRouter`. By default `losses` are
+            `classic_losses() + entropy_losses(num_experts)`.
 
-    Weights: `kernel` `(D, E)`, or `image_kernel` and `text_kernel` if `per_modality`.
-
-    Call arguments:
-        - `tokens`: `(G, S, D)` float tensor.
-        - `valid`: optional `(G, S)` bool tensor, `False` for padding.
-        - `modalities`: pairs of a modality and its number of tokens, in their order in
-          a group, in which they repeat.
-
-    Returns:
-        `Decision` with a `SlotRouting`. In training, the mean of `auxiliary_loss` over
-        the groups is added to the losses: the weighted average of those of `losses`
-        whose modality is present. Entropies and importance are without noise.
+    Called on `(G, S, D)` tokens with `modalities`, pairs of a modality and its number
+    of tokens, which repeat in a group, it returns a `Decision` with a `SlotRouting`.
 
     Raises:
         ValueError: if a threshold is over `log(num_experts)`, an expert is closed to
             both modalities, a modality has fewer experts than a token chooses, the
             modalities of a call are missing, or an argument has no accepted value.
 
-    Source: LIMoE, section 2 and appendices B (losses), C (priorities), D.1 (capacity
-    for one modality) and E.1 to E.4 (`K > 1`, number of experts, kinds of routers,
-    pruning).
+    Source: LIMoE, section 2, appendices B, C (priorities), D.1 (one modality), E.1 to
+    E.4.
 
     Examples:
         >>> router = ksm.routers.LIMoERouter(num_experts=8)
@@ -364,7 +349,8 @@ class LIMoERouter(SparseRouter):
             num_predicted_experts=num_predicted_experts,
         )
         if settings.get("losses") is None:
-            # With the load loss, which raises an error without noise.
+            # With the load loss, which raises an error without noise: nobody gets
+            # fewer losses than the paper's without choosing so.
             settings["losses"] = classic_losses() + entropy_losses(
                 num_predicted_experts or num_experts,
                 num_selected_experts=num_selected_experts,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import keras
 
 from keras_softmoe import ops
-from keras_softmoe.checks import check_numbers, quote
+from keras_softmoe.checks import check_numbers, received
 from keras_softmoe.sharding.constraints import is_distributed
 from keras_softmoe.types import Tensor
 
@@ -50,79 +50,55 @@ class Term(NamedTuple):
     Attributes:
         function: callable.
         name: str, its class name in files.
-        takes: tuple of str, its arguments before the mask: attributes of `Routed`, and
-            the threshold of the loss.
-        sorts: bool, whether it sorts experts and takes the argument `sharded`.
+        takes: str, its arguments before the mask, separated by spaces: attributes of
+            `Routed`, and the threshold of the loss.
+        sorts: bool, whether it sorts experts and has the argument `sharded`.
         needs_softmax: bool, whether it is defined by probabilities that add up to 1.
-        counts_choices: bool, whether it takes the largest scores for the choices.
-        compares_modalities: bool, whether it takes lists: one item per modality.
+        counts_choices: bool, whether the largest scores are the choices for it.
+        compares_modalities: bool, whether it has lists with one item per modality.
     """
 
     function: Callable
     name: str
-    takes: tuple
+    takes: str
     sorts: bool = False
     compares_modalities: bool = False
     needs_softmax: bool = True
     counts_choices: bool = False
 
     def from_config(self, config):
-        # Called by Keras when it reads a file.
+        # Called by Keras when it reads a file
         return RoutingLoss(self.function, **config)
 
 
 _K = "num_selected_experts"
-_LOAD = ("logits", "noisy_logits", _K, "noise_std")
-_TERMS = {
-    term.function: term
-    for term in (
-        Term(
-            ops.importance_loss,
-            "ImportanceLoss",
-            ("probabilities",),
-            needs_softmax=False,
-        ),
-        Term(
-            ops.load_loss,
-            "LoadLoss",
-            _LOAD,
-            sorts=True,
-            needs_softmax=False,
-            counts_choices=True,
-        ),
-        Term(
-            ops.gshard_loss,
-            "GShardLoss",
-            ("noisy_probabilities",),
-            counts_choices=True,
-        ),
-        Term(ops.z_loss, "ZLoss", ("logits",)),
-        Term(ops.local_entropy_loss, "LocalEntropyLoss", ("probabilities",)),
-        Term(ops.target_entropy_loss, "TargetEntropyLoss", ("probabilities", _K)),
-        Term(
-            ops.merged_entropy_loss,
-            "MergedEntropyLoss",
-            ("probabilities", _K),
-            sorts=True,
-        ),
-        Term(
-            ops.global_entropy_loss,
-            "GlobalEntropyLoss",
-            ("probabilities", "threshold"),
-        ),
-        Term(
-            ops.mutual_information_loss,
-            "MutualInformationLoss",
-            ("probabilities",),
-            compares_modalities=True,
-        ),
-        Term(
-            ops.router_similarity_loss,
-            "RouterSimilarityLoss",
-            ("noisy_probabilities", "chosen"),
-        ),
-    )
-}
+_ROWS = (
+    Term(ops.importance_loss, "ImportanceLoss", "probabilities", needs_softmax=False),
+    Term(
+        ops.load_loss,
+        "LoadLoss",
+        f"logits noisy_logits {_K} noise_std",
+        sorts=True,
+        needs_softmax=False,
+        counts_choices=True,
+    ),
+    Term(ops.gshard_loss, "GShardLoss", "noisy_probabilities", counts_choices=True),
+    Term(ops.z_loss, "ZLoss", "logits"),
+    Term(ops.local_entropy_loss, "LocalEntropyLoss", "probabilities"),
+    Term(ops.target_entropy_loss, "TargetEntropyLoss", f"probabilities {_K}"),
+    Term(ops.merged_entropy_loss, "MergedEntropyLoss", f"probabilities {_K}", True),
+    Term(ops.global_entropy_loss, "GlobalEntropyLoss", "probabilities threshold"),
+    Term(
+        ops.mutual_information_loss,
+        "MutualInformationLoss",
+        "probabilities",
+        compares_modalities=True,
+    ),
+    Term(
+        ops.router_similarity_loss, "RouterSimilarityLoss", "noisy_probabilities chosen"
+    ),
+)
+_TERMS = {term.function: term for term in _ROWS}
 for _term in _TERMS.values():
     keras.saving.get_custom_objects()[f"keras_softmoe>{_term.name}"] = _term
 
@@ -134,27 +110,22 @@ for _term in _TERMS.values():
 class RoutingLoss:
     """A loss of a router: a function, the tokens it applies to, and a weight.
 
-    Any sparse router takes `ops.importance_loss`, `ops.load_loss` (only with noise),
-    `ops.gshard_loss` and `ops.z_loss`; fewer with sigmoid scores or a bias. An
-    `ExpertRaceRouter` takes `ops.router_similarity_loss`, too. The losses of LIMoE are
-    mostly for one modality: `ops.local_entropy_loss`, `ops.target_entropy_loss`,
-    `ops.merged_entropy_loss`, `ops.global_entropy_loss` and
-    `ops.mutual_information_loss` (of both modalities; skipped if a call has only one).
-
     Args:
-        function: one of these, or your own function `(routed, valid) -> (G,)`:
-            `routed` has the `(G, S, E)` tensors `logits`, `noisy_logits`,
-            `probabilities` and `noisy_probabilities`, and `valid` is a `(G, S)` bool
-            mask, or `None` for all tokens. Register it with
+        function: `ops.importance_loss`, `ops.load_loss` (only with noise),
+            `ops.gshard_loss` or `ops.z_loss` for any sparse router, fewer with sigmoid
+            scores or a bias; `ops.router_similarity_loss` for an `ExpertRaceRouter`;
+            `ops.local_entropy_loss`, `ops.target_entropy_loss`,
+            `ops.merged_entropy_loss`, `ops.global_entropy_loss` and
+            `ops.mutual_information_loss` (of both modalities) for a `LIMoERouter`; or
+            your own `(routed, valid) -> (G,)`: `routed` has the `(G, S, E)` tensors
+            `logits`, `noisy_logits`, `probabilities` and `noisy_probabilities`, and
+            `valid` is a `(G, S)` bool mask or `None`. Register it with
             `keras.saving.register_keras_serializable` to save it.
-        modality: `"image"`, `"text"` or `None` for all tokens. Only a `LIMoERouter`
-            distinguishes modalities.
+        modality: `"image"`, `"text"` (`LIMoERouter` only) or `None` for all tokens.
         weight: float, factor of the loss in the router's sum.
         threshold: float in nats, only for `ops.global_entropy_loss`. May be negative.
         soft_minimum: positive float, `exp(threshold)`, an alternative to `threshold`:
             the number of experts at which the loss is zero, if they are used evenly.
-            Under one the loss is always zero, and only counts in the average of a
-            `LIMoERouter`.
 
     Raises:
         ValueError: if an argument is not among the accepted values, or a threshold is
@@ -174,14 +145,6 @@ class RoutingLoss:
         ... )
         >>> loss.threshold
         2.197...
-
-        A loss of your own:
-
-        >>> @keras.saving.register_keras_serializable(package="mine")
-        ... def squared_logits(routed, valid):
-        ...     return keras.ops.mean(routed.logits**2, axis=(1, 2))
-        >>> loss = ksm.routers.RoutingLoss(squared_logits, weight=0.01)
-        >>> router = ksm.routers.SoftmaxExpertChoiceRouter(8, losses=[loss])
     """
 
     function: Callable
@@ -195,35 +158,38 @@ class RoutingLoss:
     def __post_init__(self, soft_minimum: float | None) -> None:
         if not callable(self.function) or isinstance(self.function, type):
             raise ValueError(
-                "`function` is a loss of `keras_softmoe.ops`, such as `ops.z_loss`, or "
-                "a function `(routed, valid)` of your own. Received: "
-                f"function={quote(self.function)}."
+                "`function` must be a loss of `keras_softmoe.ops`, or a function "
+                "`(routed, valid)` of your own. " + received(function=self.function)
             )
         if self.modality not in (None, *MODALITIES):
             raise ValueError(
                 "Unknown modality. Accepted: 'image', 'text', or `None` for the tokens "
-                f"of both. Received: modality={quote(self.modality)}."
+                "of both. " + received(modality=self.modality)
             )
         if self.term.compares_modalities and self.modality is not None:
             raise ValueError(
-                "The loss compares both modalities: leave `modality` out. Received: "
-                f"modality={self.modality!r} for {self._name}."
+                "The loss compares both modalities: leave `modality` out. "
+                + received(modality=self.modality, function=self._name)
             )
         check_numbers(weight=self.weight)
         if self._takes_threshold:
+            # The record is frozen, as losses are compared and shared.
             threshold = _checked_threshold(self.threshold, soft_minimum)
             object.__setattr__(self, "threshold", threshold)
         elif (self.threshold, soft_minimum) != (None, None):
             raise ValueError(
-                "Only `ops.global_entropy_loss` has a threshold. Received: "
-                f"threshold={self.threshold}, soft_minimum={soft_minimum} for "
-                f"{self._name}."
+                "Only `ops.global_entropy_loss` has a threshold. "
+                + received(
+                    threshold=self.threshold,
+                    soft_minimum=soft_minimum,
+                    function=self._name,
+                )
             )
 
     @property
     def term(self) -> Term:
         """The function's row of the table; without a name for a user's function."""
-        return _TERMS.get(self.function) or Term(self.function, "", ())
+        return _TERMS.get(self.function) or Term(self.function, "", "")
 
     @property
     def _takes_threshold(self) -> bool:
@@ -246,19 +212,21 @@ class RoutingLoss:
     def __call__(self, routed: Routed) -> Tensor:
         """Return the loss of each group, `(G,)`, without its weight."""
         term = self.term
+        # A user's function looks up its tensors itself.
         if not term.name:
             return self.function(routed, routed.valid[self.modality])
         if term.compares_modalities:
+            # The same tensors with the mask of each modality, (G or 1, S)
             masks = [routed.valid[name] for name in MODALITIES]
             return self.function([routed.probabilities] * len(masks), masks)
         arguments = [
             self.threshold if name == "threshold" else getattr(routed, name)
-            for name in term.takes
+            for name in term.takes.split()
         ]
+        arguments.append(routed.valid[self.modality])
         if term.sorts:
-            arguments += [routed.valid[self.modality], is_distributed()]
-        else:
-            arguments += [routed.valid[self.modality]]
+            # Devices sort a whole axis faster than a sharded one.
+            arguments.append(is_distributed())
         return self.function(*arguments)
 
     def check(self, num_experts: int, scores: Any, assignment: Any) -> None:
@@ -267,38 +235,37 @@ class RoutingLoss:
         if self.term.name and self.term.needs_softmax and not scores.adds_up:
             raise ValueError(
                 "The loss is defined by probabilities that add up to 1, which sigmoids "
-                f"do not. Received: losses with {self!r}, score='sigmoid'. Accepted: "
-                "`ops.importance_loss`, `ops.load_loss` and functions of your own."
+                f"do not. Received: losses with {self!r}, score='sigmoid'."
             )
         if self.term.counts_choices and scores.is_biased:
             raise ValueError(
-                "The loss takes the largest scores for the choices, but tokens choose "
-                f"by score plus bias. Received: losses with {self!r}, "
-                f"bias_update_rate={scores.bias_update_rate}. The bias alone balances "
-                "the experts: leave the loss out."
+                "The loss counts the largest scores, but tokens choose by score plus "
+                f"bias, which balances alone. Received: losses with {self!r}, "
+                f"bias_update_rate={scores.bias_update_rate}."
             )
         if self.needs_race and not assignment.is_race:
             raise ValueError(
                 "Only in an `ExpertRaceRouter` do pairs of token and expert win. "
-                f"Received: losses with {self!r}. Leave the loss out."
+                f"Received: losses with {self!r}."
             )
         if self.needs_noise and not noise_std > 0:
             raise ValueError(
-                "The load loss needs noise on the logits. Received: "
-                f"losses with {self!r}, noise_std={noise_std}. Raise `noise_std` or "
-                "leave the loss out."
+                "The load loss needs noise on the logits. Received: losses with "
+                f"{self!r}, noise_std={noise_std}."
             )
+        # Above the largest entropy the loss could never be zero. Logarithms round.
         if self._takes_threshold and self.threshold > math.log(num_experts) + 1e-6:
             raise ValueError(
                 f"With {num_experts} experts the entropy of routing is at most "
                 f"log({num_experts}) = {math.log(num_experts):.4f}. Received: "
                 f"num_experts={num_experts} and a threshold of {self.threshold:.4f} "
                 f"for {self.modality or 'all'} tokens, a soft minimum of "
-                f"{math.exp(self.threshold):.4g} experts. Lower it or add experts."
+                f"{math.exp(self.threshold):.4g} experts."
             )
 
     def applies(self, routed: Routed) -> bool:
         """Return whether a call has the tokens and the noise that the loss needs."""
+        # Without noise, as in prediction, both are one tensor.
         if self.needs_noise and routed.noisy_logits is routed.logits:
             return False
         needed = MODALITIES if self.term.compares_modalities else (self.modality,)
@@ -320,6 +287,7 @@ class RoutingLoss:
     def from_config(cls, config: dict) -> "RoutingLoss":
         function = config["function"]
         if isinstance(function, str):
+            # A loss of `ops` is saved by its name.
             named = {term.function.__name__: term.function for term in _TERMS.values()}
             function = named.get(function, function)
         elif isinstance(function, dict):
@@ -334,22 +302,19 @@ class RoutingLoss:
 def _checked_threshold(threshold, soft_minimum):
     if (soft_minimum is None) == (threshold is None):
         raise ValueError(
-            "Give either `soft_minimum`, the number of experts, or `threshold`, "
-            f"its logarithm. Received: soft_minimum={soft_minimum}, "
-            f"threshold={threshold}."
+            "Give either `soft_minimum`, the number of experts, or `threshold`, its "
+            f"logarithm. {received(soft_minimum=soft_minimum, threshold=threshold)}"
         )
     if threshold is None:
         if not 0 < soft_minimum < math.inf:
             raise ValueError(
                 "`soft_minimum` is a number of experts: it must be positive and "
-                f"finite. Received: soft_minimum={soft_minimum}. For no minimum leave "
-                "the loss out."
+                f"finite. {received(soft_minimum=soft_minimum)}"
             )
         threshold = math.log(soft_minimum)
     if not math.isfinite(threshold):
         raise ValueError(
-            "`threshold` must be a finite number. Received: "
-            f"threshold={threshold}. For no minimum leave the loss out."
+            f"`threshold` must be a finite number. {received(threshold=threshold)}"
         )
     return float(threshold)
 
@@ -362,9 +327,6 @@ def checked_losses(losses, num_experts, scores, assignment):
         num_experts: int, number of experts in the probabilities.
         scores: policy of scores.
         assignment: policy of assignment.
-
-    Raises:
-        ValueError: if one is no loss, is given twice or does not fit the router.
     """
     losses = [
         keras.saving.deserialize_keras_object(loss) if isinstance(loss, dict) else loss
@@ -373,9 +335,8 @@ def checked_losses(losses, num_experts, scores, assignment):
     wrong = [loss for loss in losses if not isinstance(loss, RoutingLoss)]
     if wrong:
         raise ValueError(
-            "`losses` are objects like `RoutingLoss(ops.importance_loss, weight=0.005)`"
-            " from `keras_softmoe.routers`, or the sets that `classic_losses` and "
-            f"`entropy_losses` return. Received: losses with {wrong}."
+            "`losses` must be `keras_softmoe.routers.RoutingLoss`es, such as those of "
+            f"`classic_losses()`. Received: losses with {wrong}."
         )
     if len(set(losses)) < len(losses):
         raise ValueError(f"Each loss is given once. Received: losses={losses}.")
@@ -396,11 +357,9 @@ _FORMER_WEIGHTS = {
 
 
 def serialize_loss(loss):
-    """Return the configuration of a loss in a file: a class named by its function.
-
-    `keras.saving.serialize_keras_object` would import TensorFlow for every layer that
-    clones its router.
-    """
+    """Return the configuration of a loss in a file: a class named by its function."""
+    # `keras.saving.serialize_keras_object` would import TensorFlow for every layer that
+    # clones its router.
     name = loss.term.name
     return {
         "module": RoutingLoss.__module__,
@@ -420,6 +379,7 @@ def with_losses(config, default):
     named = {name: config[name] for name in _FORMER_WEIGHTS if name in config}
     if not named:
         return config
+    # Weights that are left out have their default.
     weights = {loss.function: loss.weight for loss in default}
     weights |= {_FORMER_WEIGHTS[name]: weight for name, weight in named.items()}
     if config.get("noise_std") == 0:

@@ -46,8 +46,8 @@ class ExpertChoice:
         if capacity.capacity_factor is None:
             raise ValueError(
                 "`capacity_factor` must be a positive number where experts choose. "
-                "Received: capacity_factor=None. Pass, for example, "
-                "1.0, or use a `SoftmaxTokenChoiceRouter` to keep all choices."
+                "Received: capacity_factor=None. A `SoftmaxTokenChoiceRouter` can keep "
+                "all choices."
             )
 
     def state(self, num_experts):
@@ -111,6 +111,7 @@ class TokenChoice:
         """Return the same experts of each token, in the order of other scores."""
         if self.num_selected_experts == 1:
             return chosen
+        # Chosen by score plus bias, but priority and gates go by the score alone.
         by_score = take_along(scores, chosen, axis=-1)
         order = top_indices(by_score, self.num_selected_experts, sharded)
         return take_along(chosen, order, axis=-1)
@@ -136,6 +137,7 @@ class TokenChoice:
     def gates(self, scores, chosen):
         if not self.normalize_gates:
             return scores
+        # The sum of the chosen scores, (G, S, 1)
         found = take_along(scores, chosen, axis=-1)
         total = ops.stop_gradient(ops.sum(found, axis=-1, keepdims=True))
         # Zero for padding in a plan, and where the probabilities of all choices
@@ -150,10 +152,7 @@ class TokenChoice:
 
 @policy
 class Race(ExpertChoice):
-    """Assignment by the best pairs of token and expert of a group.
-
-    Each expert takes the best of its tokens among these pairs.
-    """
+    """Assignment by the best pairs of token and expert of a group, within the slots."""
 
     num_selected_experts: int = live(default=1)
     threshold_momentum: float = 0.99
@@ -171,11 +170,9 @@ class Race(ExpertChoice):
         return {"threshold": (), "num_thresholds": ()}
 
     def lowest_winner(self, scores, valid, sharded):
-        """Return the score of the last pair that wins in each group, `(G, 1, 1)`.
-
-        As many pairs win as the tokens of a group would choose, padding aside. In a
-        group of padding all win.
-        """
+        """Return the score of the last pair that wins in each group, `(G, 1, 1)`."""
+        # `K` pairs win for each real token; in a group of padding all do. Without a
+        # gradient: the threshold follows the scores.
         scores = ops.stop_gradient(scores)
         _, num_tokens, num_experts = scores.shape
         if valid is None:
@@ -183,6 +180,8 @@ class Race(ExpertChoice):
             count = num_tokens * self.num_selected_experts
             found = smallest_entry(top_values(pairs, count, sharded))
             return ops.expand_dims(found, -1)
+        # The number of winners differs between groups: sort all pairs, padding last,
+        # and look up the last winner of each group.
         scores = with_real_first(scores, ops.expand_dims(valid, -1))
         pairs = reshape(scores, (-1, num_tokens * num_experts))
         falling = -ops.sort(-pairs, axis=-1)
@@ -197,7 +196,8 @@ class Race(ExpertChoice):
 
     def assign(self, selection, chosen, slots, valid, masks, seed, sharded):
         token, filled = expert_choice(selection, slots, valid, sharded)
-        # (G, E, S)
+        # Winners in the slots of their expert, the best first; others leave theirs
+        # empty. (G, E, S)
         won = ops.transpose(chosen, (0, 2, 1))
         filled = ops.logical_and(filled, take_along(won, token, axis=-1))
         return ops.where(filled, token, 0), filled

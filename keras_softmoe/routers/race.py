@@ -16,33 +16,27 @@ class ExpertRaceRouter(SparseRouter):
     """All pairs of token and expert compete, and the best are chosen.
 
     In training, the `K * S` pairs of a group with the largest logits win: a token may
-    have several experts or none, and an expert many tokens or none. A moving average of
-    the lowest winning logit is kept, and outside of training all pairs win that reach
-    it: whether a token has an expert does not depend on the other tokens. The gates are
-    the logits.
+    have several experts or none. A moving average of the lowest winning logit is kept,
+    and outside of training all pairs win that reach it: whether a token has an expert
+    does not depend on the other tokens. The gates are the logits.
 
     Args:
         num_experts: int, number of experts.
-        num_selected_experts: int, the number `K` of experts that a token has on
-            average.
+        num_selected_experts: int, the average number `K` of experts of a token.
         capacity_factor: float, slots per winning pair, if these spread evenly. An
-            expert with more winners than slots takes the best. `None` for as many slots
-            as tokens, so that no winner is dropped, as in the paper; then, or in groups
-            of one image, predictions do not depend on the rest of the batch.
+            expert with more winners than slots keeps the best. `None`: no winner is
+            dropped.
         threshold_momentum: float in `[0, 1)`, weight of the former threshold in its
-            moving average. As long as it would weigh more than the former steps
-            together, the threshold is their mean.
-        noise_std: float. In training, normal noise of standard deviation
-            `noise_std / num_experts` is added to the logits, also of the gates.
+            moving average, which is the mean of all steps at the beginning.
+        noise_std: float, see `SoftmaxTokenChoiceRouter`; also on the gates.
         **settings: as in `SoftmaxTokenChoiceRouter`. By default `losses` are
             `ops.router_similarity_loss` with a weight of 1e-4. With
             `random_logits=True` pairs compete in predictions, too.
 
-    Weights: `kernel` `(D, E)`; `threshold` and `num_thresholds` `()`, without gradient:
-    the average, and the number of training calls in it. A frozen router keeps them.
-
-    Returns, when called on `(G, S, D)` tokens: `Decision` with a `SlotRouting`;
-    `selection` in the summary are the logits that compete.
+    Weights: `kernel` `(D, E)`; `threshold` and `num_thresholds` `()`, without gradient,
+    the average and its number of steps. Returns, when called on `(G, S, D)` tokens:
+    `Decision` with a `SlotRouting`; `selection` in the summary are the logits that
+    compete.
 
     Raises:
         ValueError: if `num_selected_experts` is over `num_experts`, or another argument
@@ -58,8 +52,6 @@ class ExpertRaceRouter(SparseRouter):
         >>> decision = router(tokens, training=True)
         >>> decision.routing.token.shape
         (4, 8, 8)
-        >>> decision.summary["load"].shape  # at most 2 * 16 in each group
-        (4, 8)
     """
 
     default_losses = (RoutingLoss(ops.router_similarity_loss, weight=1e-4),)
@@ -83,6 +75,7 @@ class ExpertRaceRouter(SparseRouter):
         )
 
     def _choose(self, scores, valid, training, sharded):
+        # A batch of its own in training, the average of the batches in predictions
         threshold = self.threshold
         if training or self.random_logits is True:
             threshold = self.assignment.lowest_winner(scores, valid, sharded)
@@ -94,6 +87,7 @@ class ExpertRaceRouter(SparseRouter):
         """Move the threshold to the lowest winners of the groups, `(G, 1, 1)`."""
         has_tokens = keras.ops.ones_like(lowest)
         if valid is not None:
+            # Images that fill up a batch may be a group of their own.
             has_tokens = keras.ops.any(valid, axis=-1)
             has_tokens = keras.ops.cast(has_tokens[:, None, None], "float32")
             lowest = keras.ops.where(has_tokens > 0, lowest, 0.0)
@@ -103,6 +97,7 @@ class ExpertRaceRouter(SparseRouter):
         is_any = keras.ops.cast(groups > 0, "float32")
         count = self.num_thresholds + is_any
         rate = 1.0 - self.assignment.threshold_momentum
+        # The mean of all steps, until a moving average has seen enough of them
         rate = keras.ops.maximum(rate, 1.0 / keras.ops.maximum(count, 1.0))
         change = is_any * rate * (mean - self.threshold)
         self.threshold.assign(self.threshold + change)

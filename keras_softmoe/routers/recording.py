@@ -20,45 +20,32 @@ _OPEN = {}
 def record(key: Callable | None = None) -> Iterator[dict]:
     """Collect the decisions of all routers that are called inside a scope.
 
-    It works for any Keras model with MoE layers: call the model on data inside the
-    scope. In a compiled function (`jax.jit`, `tf.function`, `torch.compile`), open the
-    scope inside the function and return the collected decisions, or some of their
-    tensors. Scopes may be nested; each collects all decisions.
+    It works for any Keras model with MoE layers. In a compiled function (`jax.jit`,
+    `tf.function`, `torch.compile`), open the scope inside the function and return the
+    collected decisions, or some of their tensors. Scopes may be nested; each collects
+    all.
 
     Args:
         key: optional callable from a `Router` to the key of its decision, by default
             its path, which need not be unique in a user's model.
 
     Yields:
-        dict from the path of a router (`"block_1/moe/router"`) to its `Decision`, in
-        the order of the calls. Further calls of a router add entries with the number
-        of the call: `"block_1/moe/router (2)"`. Summaries are complete, see `Decision`.
+        dict from the path of a router (`"block_1/moe/router"`) to its complete
+        `Decision`, in the order of the calls. Further calls of a router have the number
+        of the call in the key: `"block_1/moe/router (2)"`.
 
     Raises:
         ValueError: at the end of a scope that was opened outside of a compiled function
             (for example around `predict` on JAX and TensorFlow), if the function was
-            traced inside: its tensors do not exist outside. A function that was
-            compiled before calls no router, so nothing is collected.
+            traced inside. A function that was compiled before calls no router, so
+            nothing is collected.
 
     Examples:
         >>> layer = ksm.layers.MoE(ksm.routers.SoftmaxTokenChoiceRouter(4), mlp_dim=64)
-        >>> tokens = np.random.normal(size=(2, 16, 32))
         >>> with ksm.routers.record() as decisions:
-        ...     outputs = layer(tokens)
+        ...     outputs = layer(np.random.normal(size=(2, 16, 32)))
         >>> [decision.summary["load"].shape for decision in decisions.values()]
         [(2, 4)]
-
-        In a compiled function, the scope is opened inside:
-
-        >>> def route(tokens):
-        ...     with ksm.routers.record() as decisions:
-        ...         layer(tokens)
-        ...     return decisions
-        >>> if keras.backend.backend() == "jax":
-        ...     import jax
-        ...
-        ...     route = jax.jit(route)
-        >>> decisions = route(tokens)
     """
     scope = _Scope({}, [], _is_staging(), key or operator.attrgetter("path"))
     token = _SCOPES.set((*_SCOPES.get(), scope))
@@ -73,8 +60,7 @@ def record(key: Callable | None = None) -> Iterator[dict]:
             "The decisions of a compiled function do not exist outside of it. "
             "Received: a scope of `routers.record` around a function compiled by "
             f"{keras.backend.backend()}, which called {', '.join(scope.missed)}. Call "
-            "the model itself, `model(inputs)`, or open the scope inside the compiled "
-            "function and return its decisions."
+            "the model itself, `model(inputs)`, or open the scope inside the function."
         )
 
 
@@ -93,12 +79,7 @@ def is_recording():
 
 
 def note(router, decision):
-    """Add a decision to the open scopes.
-
-    Args:
-        router: `Router`.
-        decision: `Decision` with a complete summary.
-    """
+    """Add a complete `Decision` of a router to the open scopes."""
     scopes = _SCOPES.get()
     is_staging = bool(scopes) and _is_staging()
     for scope in scopes:

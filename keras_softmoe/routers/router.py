@@ -8,7 +8,7 @@ import keras
 from keras import ops
 from numpy.typing import ArrayLike
 
-from keras_softmoe.checks import check_whole_numbers, quote
+from keras_softmoe.checks import check_whole_numbers, quote, received
 from keras_softmoe.keras_adapter.layers import Layer, is_in_training_mode
 from keras_softmoe.ops import ChoiceRouting, DenseRouting, SlotRouting, combine
 from keras_softmoe.ops.selection import zero_padding
@@ -22,23 +22,18 @@ class Decision(NamedTuple):
 
     Attributes:
         routing: `SlotRouting`, `ChoiceRouting` or `DenseRouting`.
-        summary: dict of tensors that describe the decision. `"auxiliary_loss"` `(G,)`
-            is the weighted sum of the balancing losses, which `MoE` adds to the loss in
-            training; zeros if there are none. Routers that learn have `"logits"`;
-            sparse ones also `"probabilities"` and `"selection"` `(G, S, E)`, the scores
-            that choose the slots.
-
-            Some entries are computed only if a router is called directly or in a scope
-            of `routers.record`: `"valid"` `(G, S)` bool, `False` for padding;
-            `"auxiliary_loss"` outside of training; and for sparse routings `"load"`
-            `(G, E)`, the number of tokens of each expert, and `"dropped"` `(G, S)`
-            bool, the tokens without an expert (except padding).
+        summary: dict of tensors. `"auxiliary_loss"` `(G,)` is the weighted sum of the
+            balancing losses, zeros if there are none. Routers that learn have
+            `"logits"`; sparse ones also `"probabilities"` and `"selection"`
+            `(G, S, E)`, the scores that choose the slots. Only if a router is called
+            directly or in a scope of `routers.record`: `"valid"` `(G, S)` bool, `False`
+            for padding; and for sparse routings `"load"` `(G, E)`, the number of tokens
+            of each expert, and `"dropped"` `(G, S)` bool, the tokens without an expert
+            (except padding).
 
     Examples:
         >>> router = ksm.routers.SoftmaxExpertChoiceRouter(num_experts=4)
         >>> decision = router(np.random.normal(size=(2, 16, 32)))
-        >>> decision.routing.token.shape
-        (2, 4, 4)
         >>> decision.summary["load"].shape
         (2, 4)
     """
@@ -53,19 +48,13 @@ class Router(Layer):
     A subclass implements `call(tokens, valid=None, training=False) -> Decision`, where
     `tokens` is `(G, S, D)` and `valid` an optional `(G, S)` bool tensor, `False` for
     padding. Padding must take no slot: set `filled` to `False` there, or the weights of
-    a `DenseRouting` to zero. Weights are created in `build(tokens_shape)` and get their
-    gradient through the gates and `"auxiliary_loss"`. `get_config` returns the
-    arguments of the constructor, from which each layer clones its router. For
-    `distribution.plan` implement `capacity`, and set `mixes_tokens = True` if the
-    routing is a `DenseRouting`.
+    a `DenseRouting` to zero. `get_config` returns the arguments of the constructor,
+    from which each layer clones its router. For `distribution.plan` implement
+    `capacity`, and set `mixes_tokens = True` if the routing is a `DenseRouting`.
 
     Routers compute in float32 under any dtype policy: a rounding error can change the
-    choice of an expert, and so the output.
-
-    A frozen router (`trainable=False` of the router, or of a layer or model with it)
-    adds no balancing loss in training, as it would only move the tokens. The loss is
-    still in the `summary`. To add it nevertheless, freeze only the kernel:
-    `router.kernel.trainable = False`.
+    choice of an expert. A frozen router (`trainable=False`) adds no balancing loss,
+    which would only move the tokens.
 
     Args:
         num_experts: int, number of experts.
@@ -77,14 +66,12 @@ class Router(Layer):
 
     Examples:
         >>> class FirstTokensRouter(ksm.routers.Router):
-        ...     # As many tokens for each expert, in their order; drops the last ones.
-        ...
+        ...     # The first expert gets the first tokens, and so on.
         ...     def call(self, tokens, valid=None, training=False):
-        ...         groups, num_tokens, _ = tokens.shape
-        ...         slots = num_tokens // self.num_experts
+        ...         slots = tokens.shape[1] // self.num_experts
         ...         token = keras.ops.arange(slots * self.num_experts, dtype="int32")
         ...         token = keras.ops.reshape(token, (1, self.num_experts, slots))
-        ...         token = keras.ops.repeat(token, groups, axis=0)
+        ...         token = keras.ops.repeat(token, tokens.shape[0], axis=0)
         ...         filled = keras.ops.ones_like(token, dtype="bool")
         ...         gate = keras.ops.cast(filled, "float32")
         ...         routing = ksm.ops.SlotRouting(token, filled, gate)
@@ -94,27 +81,21 @@ class Router(Layer):
         (2, 18, 32)
     """
 
-    # Whether a slot holds a mixture of tokens (`DenseRouting`) instead of one.
+    # Whether a slot holds a mixture of tokens (`DenseRouting`) instead of one
     mixes_tokens = False
-
-    # Number of directions for `set_directions`; 0 if there are no such weights.
+    # Number of directions for `set_directions`; 0 if there are no such weights
     num_directions = 0
-
-    # Whether tokens are L2-normalized before the product with the directions.
+    # Whether tokens are L2-normalized before the product with the directions
     normalizes_tokens = False
-
     # Arguments of the constructor that may change later
     mutable_settings = ()
-
-    # Whether `call` also takes `modalities`, see `LIMoERouter`. `MoE` passes them.
+    # Whether `call` also needs `modalities`, see `LIMoERouter`. `MoE` passes them.
     knows_modalities = False
-
-    # Whether `call` also takes `num_tokens`, a `(G,)` int tensor: the number of tokens
-    # of each group by which slots are counted. `MoE` passes it if tokens are masked, so
-    # that a masked sequence is routed like a shorter one. (Images that fill up a batch
-    # are padding as well, but do not change the number of slots.)
+    # Whether `call` also accepts `num_tokens`, `(G,)` ints: the tokens of each group
+    # by which slots are counted. `MoE` passes it if tokens are masked, so that a masked
+    # sequence is routed like a shorter one. (Images that fill up a batch are padding as
+    # well, but do not change the number of slots.)
     knows_num_tokens = False
-
     # Whether a call in training may differ from one outside of it
     differs_in_training = False
 
@@ -134,7 +115,7 @@ class Router(Layer):
             valid: optional `(G, S)` bool tensor, `False` for padding.
             training: bool or `None`, as in `keras.layers.Layer`.
             summarize: bool, whether the summary is complete. `False` is for layers,
-                which have replaced padding by zeros; `True` does this here.
+                which have replaced padding by zeros.
             **kwargs: other arguments of `call`.
 
         Returns:
@@ -143,9 +124,8 @@ class Router(Layer):
         shape = getattr(tokens, "shape", None)
         if shape is not None and len(shape) != 3:
             raise ValueError(
-                "A router takes tokens of shape (groups, tokens, width). Received: "
-                f"shape={tuple(shape)}, with {len(shape)} axes. Add the axis of the "
-                "groups to the tokens of one example, `tokens[None]`."
+                "A router needs tokens of shape (groups, tokens, width); for one "
+                f"example, pass `tokens[None]`. {received(shape=tuple(shape))}"
             )
         if training is not None:
             kwargs["training"] = training
@@ -153,15 +133,16 @@ class Router(Layer):
             _warn_of_mode()
         is_symbolic = isinstance(tokens, keras.KerasTensor)
         if summarize and not is_symbolic:
+            # Layers have done so. A NaN in padding would enter all gradients.
             tokens = zero_padding(tokens, valid)
         decision = super().__call__(tokens, valid=valid, **kwargs)
         if not isinstance(decision, Decision):
             raise ValueError(
-                f"The `call` of a router must return a `Decision`. Received: a "
-                f"`{type(decision).__name__}` from `{type(self).__name__}`. Return "
-                "`keras_softmoe.routers.Decision(routing, summary)`; the summary may "
-                "be empty."
+                "The `call` of a router must return a `routers.Decision(routing, "
+                "summary)`; the summary may be empty. Received: a "
+                f"`{type(decision).__name__}` from `{type(self).__name__}`."
             )
+        # Loads and dropped tokens cost time: only for a reader of the summary
         if not is_symbolic and (summarize or is_recording()):
             tokens = ops.convert_to_tensor(tokens)
             decision = self.complete(decision, tokens, valid, **kwargs)
@@ -186,8 +167,7 @@ class Router(Layer):
 
     def call(self, tokens, valid=None, training=False):
         raise TypeError(
-            f"`{type(self).__name__}` is abstract. Use one of the "
-            "routers in `keras_softmoe.routers`, or implement `call`."
+            f"`{type(self).__name__}` is abstract: it does not implement `call`."
         )
 
     def compute_mask(self, tokens, previous_mask=None):
@@ -196,9 +176,8 @@ class Router(Layer):
     def capacity(self, num_tokens: int, training: bool = False) -> int:
         """Return the slots of an expert for a group of `num_tokens` tokens."""
         raise ValueError(
-            f"`{type(self).__name__}` has no method for its number of slots. Implement "
-            "`capacity(num_tokens, training=False)`, which returns the slots of an "
-            "expert for a group of `num_tokens` tokens."
+            f"`{type(self).__name__}` must implement `capacity(num_tokens, "
+            "training=False)`, the number of slots of an expert."
         )
 
     def num_rows(self, num_tokens: int, training: bool = False) -> int | None:
@@ -206,22 +185,12 @@ class Router(Layer):
         return None
 
     def check_group(self, num_tokens: int) -> None:
-        """Raise if a group of `num_tokens` tokens cannot be routed.
-
-        Called when a layer is built and when its groups change. Accepts all by default.
-        """
+        """Raise if a group of `num_tokens` tokens cannot be routed."""
 
     def complete(
         self, decision: Decision, tokens: Tensor, valid: Tensor, **kwargs
     ) -> Decision:
-        """Return a decision with a complete summary, see `Decision`.
-
-        Args:
-            decision: the `Decision` of `call`.
-            tokens: `(G, S, D)` tensor.
-            valid: `(G, S)` bool tensor or `None`.
-            **kwargs: other arguments of the call.
-        """
+        """Return a decision of `call` with a complete summary, see `Decision`."""
         routing, summary = decision
         num_groups, num_tokens = ops.shape(tokens)[0], tokens.shape[1]
         if valid is None:
@@ -229,7 +198,7 @@ class Router(Layer):
         found = {"valid": valid}
         if isinstance(routing, SlotRouting):
             filled = ops.cast(routing.filled, "float32")
-            # (G, S), number of slots of each token
+            # Ones in all filled slots, combined: the slots of each token, (G, S)
             slots_of_token = combine(
                 ops.expand_dims(filled, -1),
                 routing._replace(gate=filled),
@@ -240,7 +209,8 @@ class Router(Layer):
             found |= {"load": ops.sum(filled, axis=-1), "dropped": dropped}
         elif isinstance(routing, ChoiceRouting):
             experts = ops.arange(routing.count.shape[0], dtype="int32")
-            # (G, S, K, E)
+            # Which choice of which token is for which expert, (G, S, K, E). There are
+            # no slots to overflow: only tokens that `keep_fraction` skips are dropped.
             taken = ops.equal(ops.expand_dims(routing.expert, -1), experts)
             taken = ops.logical_and(taken, ops.expand_dims(routing.kept, -1))
             taken = ops.cast(taken, "float32")
@@ -274,31 +244,25 @@ class Router(Layer):
             return type(self).from_config(config)
         except TypeError as error:
             raise ValueError(
-                f"`{type(self).__name__}` cannot be made from the arguments that its "
-                f"`get_config` returns: {quote(sorted(config))}. Let the constructor "
-                "take `**kwargs` for `name` and `trainable`, and add its own arguments "
-                "to `{**super().get_config(), ...}`."
+                f"The constructor of `{type(self).__name__}` must accept all that its "
+                "`get_config` returns, `name` and `trainable` as `**kwargs`. Received: "
+                f"{quote(sorted(config))}."
             ) from error
 
     def with_settings(self, **settings) -> "Router":
-        """Return a new router with changed settings and its own weights.
-
-        Raises:
-            ValueError: if a setting is not mutable, or a value is not accepted.
-        """
+        """Return a new router with changed settings and its own weights."""
         unknown = [name for name in settings if name not in self.mutable_settings]
         if unknown:
             accepted = ", ".join(self.mutable_settings)
             raise ValueError(
                 f"`{type(self).__name__}` has no such setting to change. "
-                f"Accepted: {accepted or 'none; leave the settings out'}"
-                f". Received: {', '.join(unknown)}."
+                f"Accepted: {accepted or 'none'}. Received: {', '.join(unknown)}."
             )
         # Not `from_config`, which turns every error into a TypeError
         return type(self)(**{**self._arguments(), **settings})
 
     def update(self, **settings) -> None:
-        """Change mutable settings.
+        """Change mutable settings, or none if one is refused.
 
         Compiled functions keep the old settings. The models of this library compile
         again, see `ViTMoEBackbone.set_routing`; for your own model, call `compile`.
@@ -307,9 +271,9 @@ class Router(Layer):
             **settings: names from `mutable_settings` and their new values.
 
         Raises:
-            ValueError: if a setting is not mutable, or a value is not accepted. The
-                router is then unchanged.
+            ValueError: if a setting is not mutable, or a value is not accepted.
         """
+        # A router made from all settings checks them together.
         changed = self.with_settings(**settings)
         for name in settings:
             setattr(self, name, getattr(changed, name))
@@ -332,11 +296,10 @@ class Router(Layer):
 def _warn_of_mode():
     """Say once that Keras does not read the mode of a PyTorch module."""
     warnings.warn(
-        "A router is called without `training` after `train()` of its PyTorch module: "
-        "Keras does not read that mode, so the router does as in prediction, without "
-        "noise and balancing losses. To train, call the layer or model with "
-        "`training=True` and add `sum(layer.losses)` to the loss; to predict, call "
-        "`eval()` first.",
+        "Keras does not read the mode of a PyTorch module: after `train()`, a router "
+        "called without `training` predicts, without noise and balancing losses. To "
+        "train, call the layer or model with `training=True` and add "
+        "`sum(layer.losses)` to the loss; to predict, call `eval()` first.",
         stacklevel=3,
     )
 

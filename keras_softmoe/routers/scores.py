@@ -1,14 +1,8 @@
 """Policies of capacity and scores, and the base of all policies.
 
-A sparse router has one policy of each kind:
-
-- capacity: how many slots an expert has (`Capacity`), in this file
-- scores: the numbers that choose (`Softmax`, `TokenScores`, `Logits`, `Sinkhorn`,
-  `SparseTransport`), in this file
-- assignment: who chooses whom, and the gates (`TokenChoice`, `ExpertChoice`, `Race`),
-  in `policies.py`
-- modalities: the differences between images and text (`Modalities`), in
-  `modalities.py`; LIMoE's router alone has one
+A sparse router has one policy of each kind: capacity (how many slots an expert has) and
+scores (the numbers that choose) in this file; assignment (who chooses whom, and the
+gates) in `policies.py`; LIMoE's has modalities (images and text) in `limoe.py`.
 """
 
 import dataclasses
@@ -63,6 +57,7 @@ def policy(cls):
     and its properties. A field made by `live` may change after the router was made.
     """
     cls = dataclasses.dataclass(frozen=True)(cls)
+    # Of any router: an attribute error says which have no such setting.
     for one in fields(cls):
         if not hasattr(PolicySettings, one.name):
             setattr(PolicySettings, one.name, _setting(one.name))
@@ -149,7 +144,7 @@ class Capacity:
 def slots_by_length(capacity, factor, largest, choices, num_experts):
     """Return the slots for 0, 1, ... tokens, at least one: `(largest + 1,)` int32.
 
-    Cached, as each eager call needs it. Arguments are those of `Capacity.slots`.
+    Cached, as each eager call needs it. The arguments are as in `Capacity.slots`.
     """
 
     def slots(num_tokens):
@@ -225,9 +220,8 @@ class TokenScores(Softmax):
         check_whole_numbers(1, bias_update_every=self.bias_update_every)
         if self.bias_update_every > 1 and not self.is_biased:
             raise ValueError(
-                "Only a bias is moved after several calls. Received: "
-                f"bias_update_every={self.bias_update_every}, bias_update_rate=None. "
-                "Leave it out, or pass `bias_update_rate=0.001`."
+                "`bias_update_every` needs a `bias_update_rate`. Received: "
+                f"bias_update_every={self.bias_update_every}, bias_update_rate=None."
             )
 
     @property

@@ -13,7 +13,7 @@ from keras_softmoe.checks import (
     check_numbers,
     check_whole_numbers,
     is_number,
-    quote,
+    received,
 )
 from keras_softmoe.ops import DenseRouting
 from keras_softmoe.ops.kernels import reshape, softmax
@@ -27,56 +27,41 @@ from keras_softmoe.sharding.constraints import (
 )
 
 # Added to squared norms, as in the released code. The paper's listing adds the same
-# number to the norm itself, which has no gradient at an all-zero token (padding).
+# number to the norm itself, which has no gradient at an all-zero token (padding). The
+# two differ only for vectors shorter than about 0.01.
 _EPSILON = 1e-6
 _UNIT_VARIANCE = "unit_variance"
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class SoftRouter(Router):
-    """Soft MoE's router: each slot takes a weighted average of all tokens.
+    """Soft MoE's router: each slot is a weighted average of all tokens.
 
-    With logits `A = scale * l2norm(X) l2norm(mu)`, one for each pair of token and
-    slot, the dispatch weights are the softmax of `A` over the tokens and the combine
-    weights its softmax over all slots of all experts. The tokens that are averaged
-    are the original ones, not the normalized ones. Nothing is dropped, no loss is
-    needed, and an image's result does not depend on its batch.
-
-    Either softmax can be replaced by a uniform average, which gives the ablations of
-    Soft MoE table 3: `dispatch="uniform"` is "Uniform / Soft", `combine="uniform"` is
-    "Soft / Uniform", both are "Uniform".
+    With logits `A = scale * l2norm(X) l2norm(mu)`, one for each pair of token and slot,
+    the dispatch weights are the softmax of `A` over the tokens and the combine weights
+    its softmax over all slots of all experts. Nothing is dropped, and no loss is
+    needed.
 
     Args:
         num_experts: int, number of experts.
         slots_per_expert: int, slots of each expert.
-        dispatch: `"soft"` or `"uniform"`.
+        dispatch: `"soft"`, or `"uniform"` for a plain average (an ablation of table 3).
         combine: `"soft"` or `"uniform"`.
-        normalize: bool, whether the logits are a scaled cosine (the default, needed
-            at large widths: appendix E) or the plain product `X mu` of equation 1,
-            which has no scale.
+        normalize: bool, whether the logits are a scaled cosine (needed at large widths)
+            or the plain product `X mu` of equation 1.
+        noise_std: float, standard deviation of normal noise on the logits in training,
+            not divided by `num_experts`.
         initial_scale: positive float, initial value of the learned `scale` (1 in the
-            papers), or `"unit_variance"` for `sqrt(D)`, with which the logits of
-            random directions have variance 1, as in equation 1. An optimizer like Adam
-            changes it by at most the sum of the learning rates: 90 in the papers'
-            300,000 steps, but only a few units in thousands of steps, in which slots
-            with an initial 1 stay near the mean of all patches.
-        noise_std: float, standard deviation of normal noise on the logits in
-            training. Unlike in the sparse routers, not divided by `num_experts`.
+            papers), or `"unit_variance"` for `sqrt(D)`, with which the logits of random
+            directions have variance 1: for runs of a few thousand steps, in which Adam
+            changes a scale by only a few units.
         **kwargs: `name` and `trainable`, as in `keras.layers.Layer`.
 
-    Weights: `mu` `(D, E, C)` and, if `normalize`, `scale` `()`. None if both dispatch
-    and combine are uniform.
-
-    Returns, when called on `(G, S, D)` tokens: `Decision` with a `DenseRouting` and
-    the summary `logits` `(G, S, E, C)` (unless uniform) and `auxiliary_loss` `(G,)`,
-    which is zero.
+    Weights: `mu` `(D, E, C)` and `scale` `()`. Returns, when called on `(G, S, D)`
+    tokens: `Decision` with a `DenseRouting` and the summary `logits` `(G, S, E, C)`.
 
     Raises:
         ValueError: if an argument is not among the accepted values.
-
-    How this differs: the norm is `sqrt(sum(x ** 2) + 1e-6)`, as in the released code,
-    where the paper's listing has `sqrt(sum(x ** 2)) + 1e-6`. The two differ only for
-    vectors shorter than about 0.01, and the latter has no gradient at zero.
 
     Source: Soft MoE, sections 2.1, 2.3 (algorithm 1), 3.6, appendices A and E.
 
@@ -120,7 +105,7 @@ class SoftRouter(Router):
 
     @property
     def differs_in_training(self) -> bool:
-        """Whether a call in training may differ from one outside of it."""
+        """Bool, `True` if a call in training may differ from one outside of it."""
         return self._learns and self.noise_std > 0
 
     def capacity(self, num_tokens: int, training: bool = False) -> int:
@@ -235,15 +220,13 @@ def _check_scale(initial_scale, normalize):
         is_accepted = is_number(initial_scale) and initial_scale > 0
     if not is_accepted:
         raise ValueError(
-            f"Pass a positive number as `initial_scale`, or '{_UNIT_VARIANCE}' for the "
-            "square root of the tokens' width. Received: initial_scale="
-            f"{quote(initial_scale)}."
+            f"`initial_scale` must be a positive number, or '{_UNIT_VARIANCE}' for the "
+            f"square root of the width. {received(initial_scale=initial_scale)}"
         )
     if not normalize and initial_scale != 1:
         raise ValueError(
-            "Logits that are not normalized have no scale. Leave `initial_scale` out, "
-            f"or set `normalize=True`. Received: initial_scale={initial_scale!r}, "
-            "normalize=False."
+            "Logits that are not normalized have no scale. "
+            + received(initial_scale=initial_scale, normalize=normalize)
         )
 
 

@@ -51,10 +51,9 @@ class SparseSettings(TypedDict, total=False):
 class SparseRouter(Router, PolicySettings):
     """A router that learns a score for each token and expert.
 
-    `call` has all steps: logits, noise in training, probabilities, selection scores,
-    slot assignment, gates, losses. Policies implement the steps that differ between
-    routers. A subclass only makes the policies from the arguments of its constructor;
-    `get_config` reads the arguments back from the policies.
+    `_decide` has all steps. Policies implement the steps that differ between routers. A
+    subclass only makes the policies from the arguments of its constructor; `get_config`
+    reads the arguments back from the policies.
 
     Args:
         num_experts: int, number of experts.
@@ -66,21 +65,15 @@ class SparseRouter(Router, PolicySettings):
         loss_weight: float or `None`. If given, the total is this weight times the mean
             of the weighted losses; if `None`, their sum.
         random_logits: see `SoftmaxTokenChoiceRouter`.
-        **settings: fields of `Capacity`; `name` and `trainable`, as in
-            `keras.layers.Layer`.
-
-    Raises:
-        TypeError: if there is no such setting.
+        **settings: fields of `Capacity`; `name` and `trainable`.
 
     Weights: `kernel` `(D, E)`, or those that `modalities` names; and those without
     gradient in the `state` of scores and assignment, which start at zero.
     """
 
     knows_num_tokens = True
-
-    # Whether the noise changes the gates, or only the slot assignment.
+    # Whether the noise changes the gates, or only the slot assignment
     noisy_gates = True
-
     # Default of the argument `losses`
     default_losses = ()
 
@@ -106,6 +99,7 @@ class SparseRouter(Router, PolicySettings):
         check_names(f"`{type(self).__name__}`", settings, accepted)
         slots = {name: settings.pop(name) for name in of_capacity if name in settings}
         super().__init__(num_experts, **settings)
+        # Policies check their own fields, and then whether they fit together.
         self.capacity_policy = Capacity(**slots)
         self.scores = scores
         self.assignment = assignment
@@ -116,6 +110,7 @@ class SparseRouter(Router, PolicySettings):
         check_choice("random_logits", random_logits, (False, True, "permuted"))
         self.random_logits = random_logits
         if losses is None:
+            # The load loss is defined through the noise.
             losses = [
                 loss
                 for loss in self.default_losses
@@ -226,7 +221,7 @@ class SparseRouter(Router, PolicySettings):
 
     @property
     def differs_in_training(self) -> bool:
-        """Whether a call in training may differ from one outside of it."""
+        """Bool, `True` if a call in training may differ from one outside of it."""
         learns = self.trainable and bool(self.routing_losses or self._state)
         factor = self.capacity_policy.factor
         return learns or bool(self.scores.noise_std) or factor(True) != factor(False)
@@ -250,24 +245,27 @@ class SparseRouter(Router, PolicySettings):
             kernels = [getattr(self, name) for name in self._kernel_names]
             logits = self.modalities.logits(tokens, kernels, masks)
         if self.random_logits:
-            # To see what routing is worth in a trained model
+            # To measure the benefit of routing in a trained model: scores that say
+            # nothing about the tokens, or the token's own for other experts
             noise = normal_like(logits, self.seed_generator)
             if self.random_logits == "permuted":
                 noise = take_along(logits, ops.argsort(noise, axis=-1), axis=-1)
             logits = noise
         if self.modalities is not None:
+            # Last: random scores do not open experts that are closed to a modality.
             logits = self.modalities.allowed(logits, masks)
         return logits
 
     @property
     def _logits_std(self):
+        # With more experts the best logits are closer to each other.
         return self.scores.noise_std / self.num_experts
 
     @property
     def num_predicted_experts(self):
-        """Int, number of experts in the softmax: also those that were pruned."""
-        known = self.modalities and self.modalities.num_predicted_experts
-        return known or self.num_experts
+        """Int, number of experts in the softmax, including pruned ones."""
+        predicted = self.modalities and self.modalities.num_predicted_experts
+        return predicted or self.num_experts
 
     @property
     def num_directions(self):
@@ -307,16 +305,16 @@ class SparseRouter(Router, PolicySettings):
         self.capacity(num_tokens)
 
     def _capacity_factor(self, training, num_modalities=0):
-        """Return the capacity factor of a call; `None` if nothing is dropped.
-
-        `num_modalities` is 0 where modalities are not distinguished.
-        """
+        """Return the capacity factor of a call; `None` if nothing is dropped."""
+        # 0 where modalities are not distinguished. One alone does not use all experts,
+        # which need more slots then.
         if num_modalities == 1 and self.capacity_policy.capacity_factor is not None:
             return self.modalities.single_modality_capacity_factor
         return self.capacity_policy.factor(training)
 
     def _limit(self, num_tokens, largest, factor):
         """Return the slots of an expert in each group, `(G,)` int."""
+        # A table, as the numbers may be known only when a compiled function runs
         table = slots_by_length(
             self.capacity_policy,
             factor,
@@ -329,9 +327,11 @@ class SparseRouter(Router, PolicySettings):
     # === Losses ===
 
     def _routed(self, logits, noisy_logits, noisy_probabilities, chosen, valid, masks):
+        # A second softmax only where noise made a difference
         probabilities = noisy_probabilities
         if noisy_logits is not logits:
             probabilities = self.scores.probabilities(logits)
+        # Losses of one modality are means over its real tokens, (G or 1, S).
         of_modalities = {
             name: mask if valid is None else ops.logical_and(mask, valid)
             for name, mask in masks.items()
@@ -367,6 +367,7 @@ class SparseRouter(Router, PolicySettings):
         ]
         if not losses:
             return None
+        # Not from 0: a sum of tensors alone
         total = sum(losses[1:], start=losses[0])
         if self.loss_weight is None:
             return total
@@ -381,6 +382,7 @@ class SparseRouter(Router, PolicySettings):
                 modalities = kwargs.get("modalities", ())
                 masks = self.modalities.masks(tokens.shape[1], modalities)
             logits, chosen = summary["logits"], None
+            # Only the loss of a race depends on who won.
             if any(loss.needs_race for loss in self.routing_losses):
                 selection, sharded = summary["selection"], is_distributed()
                 _, chosen = self._choose(selection, valid, False, sharded)
@@ -450,9 +452,8 @@ def _warn_of_losses_left_out(distiller):
     if routers:
         warnings.warn(
             "`keras.distillation.Distiller` leaves out the balancing losses of "
-            "routers, so that experts may soon be unused. Take "
-            "`keras_softmoe.training.Distiller`, which adds them. Received: a student "
-            f"with the routers {quote(routers)}.",
+            "routers; `keras_softmoe.training.Distiller` adds them. Received: a "
+            f"student with the routers {quote(routers)}.",
             stacklevel=3,
         )
 

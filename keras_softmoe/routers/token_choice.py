@@ -28,19 +28,16 @@ class SoftmaxTokenChoiceRouter(SparseRouter):
             prioritized routing), `"sum"`, `"pair"` or `"random"`, see
             `ops.token_choice`.
         keep_fraction: float in `(0, 1]`. Under 1, tokens of low priority are skipped.
-        normalize_gates: bool, whether the gates of a token are divided by their sum:
-            a softmax over the chosen logits only, "softmax(TOP-K)" in V-MoE's table 3.
+        normalize_gates: bool, whether the gates of a token are divided by their sum.
             With one choice the router then gets no gradient.
         noise_std: float. In training, normal noise of standard deviation
             `noise_std / num_experts` is added to the logits, for the choice and the
             gates. `None` for 1, or 0 with `bias_update_rate`.
-        score: `"softmax"` or `"sigmoid"` of the logits. Sigmoids accept the importance
-            and load loss only, as they do not add up to 1.
-        bias_update_rate: float or `None`. If given (the paper has 0.001), tokens choose
-            by score plus `bias`, which changes nothing else, and after each call in
-            training the bias of every expert rises by this number if fewer valid tokens
-            than on average chose it, and falls if more did. There are no `losses` by
-            default then. May change later, but not to or from `None`.
+        score: `"softmax"` or `"sigmoid"` of the logits.
+        bias_update_rate: float or `None`. If given (0.001 in the paper), tokens choose
+            by score plus `bias`, which rises by this number after each call in training
+            for experts that fewer tokens than on average chose, and falls for others.
+            `losses` are then empty by default. Cannot change later to or from `None`.
         bias_update_every: int, calls in training for each move of the bias: the
             `gradient_accumulation_steps` of the optimizer.
         **settings: settings of all sparse routers:
@@ -48,26 +45,23 @@ class SoftmaxTokenChoiceRouter(SparseRouter):
             - `losses`: sequence of `RoutingLoss`es, whose weighted sum is added to the
               loss in training. By default the importance loss and, with noise, the load
               loss, with weights of 0.005 as in the paper.
-            - `eval_capacity_factor`: float, the capacity factor outside of training.
-              `None` for `capacity_factor`.
+            - `eval_capacity_factor`: float, `capacity_factor` outside of training.
             - `rounding`, `multiple_of`: see `ops.expert_capacity`.
             - `random_logits`: `True` replaces logits by normal noise, `"permuted"`
-              shuffles each token's logits, to measure what routing is worth in a
-              trained model (V-MoE, appendix E.1).
+              shuffles each token's logits, to measure the benefit of routing (appendix
+              E.1).
             - `name`, `trainable`: as in `keras.layers.Layer`.
 
-    Weights: `kernel` `(D, E)`; with `bias_update_rate` also `bias` `(E,)`, and if it
-    moves after several calls, `load` `(E,)` and `calls` `()`, all without gradient.
-
-    Returns, when called on `(G, S, D)` tokens: `Decision` with a `SlotRouting`. In the
-    summary `probabilities` are the scores, and `selection` is score plus bias.
+    Weights: `kernel` `(D, E)`; with a bias also `bias` `(E,)`, and if it moves after
+    several calls, `load` `(E,)` and `calls` `()`, without gradient. Returns, when
+    called on `(G, S, D)` tokens: `Decision` with a `SlotRouting`.
 
     Raises:
         ValueError: if `num_selected_experts` is over `num_experts`, or another argument
             is not among the accepted values.
 
-    Source: V-MoE, section 2 and appendix A; router study, section 2 ("Softmax Token
-    Choice"). Bias: Wang et al. 2024 (Auxiliary-Loss-Free Load Balancing), section 3.
+    Source: V-MoE, section 2 and appendix A; router study, section 2. Bias: Wang et al.
+    2024 (Auxiliary-Loss-Free Load Balancing), section 3.
 
     Examples:
         >>> router = ksm.routers.SoftmaxTokenChoiceRouter(8, num_selected_experts=2)
@@ -111,6 +105,7 @@ class SoftmaxTokenChoiceRouter(SparseRouter):
     def _choose(self, scores, valid, training, sharded):
         if self.scores.bias_update_rate is None or self.random_logits:
             return scores, self.assignment.choose(scores, sharded)
+        # The bias changes the choice alone, neither gates nor priorities.
         selection = scores + self.bias
         chosen = self.assignment.choose(selection, sharded)
         if training and self.trainable:
@@ -142,10 +137,9 @@ class SoftmaxTokenChoiceRouter(SparseRouter):
         if (rate is None) == self.scores.is_biased:
             raise ValueError(
                 "The weight `bias` is made with the router: `bias_update_rate` may "
-                "change to another number, but not to or from `None`. Received: "
-                f"bias_update_rate={quote(rate)} for a router with bias_update_rate="
-                f"{self.bias_update_rate}. 0 lets the bias stay as it is; for a bias "
-                "make a new router."
+                "change to another number (0 freezes the bias), but not to or from "
+                f"`None`. Received: bias_update_rate={quote(rate)} for a router with "
+                f"bias_update_rate={self.bias_update_rate}."
             )
         return super().with_settings(**settings)
 
@@ -154,28 +148,22 @@ class SoftmaxTokenChoiceRouter(SparseRouter):
 class SinkhornTokenChoiceRouter(SparseRouter):
     """Every token chooses the experts with the most weight in a balanced plan.
 
-    The plan is `ops.sinkhorn_plan` of the logits. In it each expert receives the same
-    total weight, hence no balancing loss by default. Still, more tokens may choose an
-    expert than it has slots. Noise is added for the plan only. Probabilities, by
-    default the gates, have none, as in the released code.
+    In the plan, `ops.sinkhorn_plan` of the logits, each expert has the same total
+    weight. Still, more tokens may choose an expert than it has slots. Noise is added
+    for the plan only. Probabilities have none, as in the released code.
 
     Args:
         num_experts: int, number of experts.
-        num_selected_experts: int, the number `K` of experts that a token chooses.
-        capacity_factor, keep_fraction, normalize_gates: as in
-            `SoftmaxTokenChoiceRouter`.
+        num_selected_experts, capacity_factor, keep_fraction, normalize_gates,
+            noise_std: as in `SoftmaxTokenChoiceRouter`.
         priority: as in `SoftmaxTokenChoiceRouter`, by the entries of the plan.
         num_iterations: int, number of Sinkhorn iterations.
         combine: `"softmax"` (gates are probabilities, the plan has no gradient) or
             `"plan"` (gates are entries of the plan, which then has a gradient).
-        noise_std: float. In training, normal noise of standard deviation
-            `noise_std / num_experts` is added to the logits.
         **settings: as in `SoftmaxTokenChoiceRouter`. No `losses` by default.
 
-    Weights: `kernel` `(D, E)`.
-
-    Returns, when called on `(G, S, D)` tokens: `Decision` with a `SlotRouting`;
-    `selection` in the summary is the plan.
+    Weights: `kernel` `(D, E)`. Returns, when called on `(G, S, D)` tokens: `Decision`
+    with a `SlotRouting`; `selection` in the summary is the plan.
 
     Raises:
         ValueError: if an argument is not among the accepted values.
