@@ -116,7 +116,7 @@ def product_shapes(layer, images, tokens, width):
     """Operand shapes of a MoE layer's matrix products, in the order of the layer."""
     groups = images // layer.group_images
     # A slot has the tokens of an image, or one of them.
-    of_slot = tokens if layer.by_image else 1
+    of_slot = tokens if layer.routes_images else 1
     # A symbolic call: shapes, but no work.
     group = keras.KerasTensor((groups, images * tokens // groups // of_slot, width))
     routing = layer.router(group).routing
@@ -163,9 +163,8 @@ def competitors(router, shapes, by_image=False):
 def moe_layer(router, shapes, dispatcher, by_image=False):
     """A built MoE layer."""
     group_images = 1 if isinstance(router, _routers.SoftRouter) else GROUP_IMAGES
-    layer = ksm.layers.MoE(
-        router, shapes.mlp_dim, group_images, dispatcher, by_image=by_image
-    )
+    cls = ksm.layers.ImageMoE if by_image else ksm.layers.MoE
+    layer = cls(router, shapes.mlp_dim, group_images, dispatcher)
     layer.build((shapes.images, shapes.tokens, shapes.width))
     return layer
 

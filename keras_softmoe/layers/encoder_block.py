@@ -155,9 +155,6 @@ class EncoderBlock(Layer):
             outputs = self.dropout(outputs, training=training)
         return x + outputs
 
-    def compute_mask(self, inputs, previous_mask=None):
-        return previous_mask
-
     def compute_output_shape(self, inputs_shape):
         return inputs_shape
 

@@ -301,9 +301,6 @@ class MoE(Layer):
             return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
         return ops.cast(ops.cast(x, self.dispatch_dtype), x.dtype)
 
-    def compute_mask(self, inputs, previous_mask=None):
-        return previous_mask
-
     def compute_output_shape(self, inputs_shape):
         return inputs_shape
 

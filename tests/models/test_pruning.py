@@ -94,7 +94,7 @@ def test_block_with_pruned_experts_equals_the_literal_one():
     expected = np.zeros_like(tokens)
     for place, expert in np.ndenumerate(best):
         expected[place] = gates[place][expert] * outputs[KEPT[1][expert]][place]
-    found = to_numpy(new({"text": tokens})["text"])
+    found = to_numpy(new(tokens, modalities=(("text", 5),)))
     assert_near(found, expected, rtol=1e-4, atol=1e-6)
 
 
