@@ -32,8 +32,7 @@ from keras_softmoe.sharding.constraints import (
 class Experts(Layer):
     """A bank of MLPs, one per expert, each applied to its own slots.
 
-    The layers are a `keras.layers.EinsumDense` whose `quantize` and `enable_lora` treat
-    each expert separately.
+    `quantize` and `enable_lora` treat each expert separately, see `ExpertBank`.
 
     Args:
         num_experts: int, number `E` of experts.
@@ -42,19 +41,14 @@ class Experts(Layer):
             released V-MoE models, and diverge only by their tokens.
         dropout_rate: float, dropout between the two layers ("expert dropout").
         remat: bool, whether hidden activations are recomputed in the backward pass
-            instead of kept (`keras.remat`). Per slot they are several times `mlp_dim`
-            numbers, while a slot has `D`. With dropout, its outputs are kept. (XLA on a
-            CPU eliminates the recomputation and keeps them.)
-        activation: as in `MLP`.
-        gated: bool, as in `MLP`: a third bank, `gate_dense`.
+            instead of kept (`keras.remat`); the outputs of dropout are kept.
+        activation, gated: as in `MLP`; with a third bank, `gate_dense`, if gated.
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Maps slots `(G, E, C, D)` to outputs `(G, E, C, D)`; or rows `(N, D)`, sorted by
     expert, to outputs `(N, D)`, with the number of rows of each expert as a second
-    argument, an `(E,)` int32 tensor whose sum is `N`. Under a distribution with layouts
-    for `slots_of_groups` and `slots_of_experts` below the path of this layer, slots are
-    sent to the devices of the experts and back, see
-    `keras_softmoe.distribution.expert_parallel`.
+    argument, an `(E,)` int32 tensor whose sum is `N`. Slots are sent to the devices of
+    the experts and back under `keras_softmoe.distribution.expert_parallel`.
 
     Raises:
         ValueError: if an argument is not among the accepted values, the input is not of
@@ -107,32 +101,29 @@ class Experts(Layer):
                 "Experts expect slots of shape (groups, experts, slots, width) with "
                 f"{self.num_experts} experts. Received: slots_shape={slots_shape}."
             )
-        num_experts, width = slots_shape[1], slots_shape[-1]
         # n counts the slots of an expert in all groups, G * C.
-        self.intermediate_dense = self._bank(
-            "end,edh->enh", (None, self.mlp_dim), "eh", "intermediate_dense"
-        )
-        self.intermediate_dense.build((num_experts, None, width))
+        width, to_hidden = slots_shape[-1], "end,edh->enh"
+        hidden, slots = (self.num_experts, None, self.mlp_dim), (None, self.mlp_dim)
+        inputs = (self.num_experts, None, width)
+        self.intermediate_dense = self._bank(to_hidden, slots, "intermediate_dense")
+        self.intermediate_dense.build(inputs)
         if self.gated:
-            self.gate_dense = self._bank(
-                "end,edh->enh", (None, self.mlp_dim), "eh", "gate_dense"
-            )
-            self.gate_dense.build((num_experts, None, width))
-        self.output_dense = self._bank(
-            "enh,ehd->end", (None, width), "ed", "output_dense"
-        )
-        self.output_dense.build((num_experts, None, self.mlp_dim))
-        self.dropout.build((num_experts, None, self.mlp_dim))
+            self.gate_dense = self._bank(to_hidden, slots, "gate_dense")
+            self.gate_dense.build(inputs)
+        self.output_dense = self._bank("enh,ehd->end", (None, width), "output_dense")
+        self.output_dense.build(hidden)
+        self.dropout.build(hidden)
         check_layer(self)
 
-    def _bank(self, equation, output_shape, bias_axes, name):
+    def _bank(self, equation, output_shape, name):
         kernel_initializer = per_expert("glorot_uniform")
         if self.equal_experts:
             kernel_initializer = EqualExperts(kernel_initializer)
         return ExpertBank(
             equation,
             output_shape=output_shape,
-            bias_axes=bias_axes,
+            # A bias for each expert and output, (E, 1, H)
+            bias_axes=equation[-3] + equation[-1],
             kernel_initializer=kernel_initializer,
             bias_initializer=small_bias(),
             dtype=self.dtype_policy,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import keras
 from keras import ops
 
-from keras_softmoe.checks import quote
+from keras_softmoe.checks import received
 from keras_softmoe.layers.groups import as_sequence, group, ungroup
 from keras_softmoe.layers.moe import MoE
 from keras_softmoe.ops import combine, dispatch
@@ -27,14 +27,9 @@ class ImageMoE(MoE):
             shape of the input: `(N, H, W, D)` for `(B, H, W, D)`, so an expert may be a
             convolution.
 
-    Call arguments:
-        - `inputs`: `(B, ..., D)` float tensor.
-        - `mask`: optional bool tensor of that shape without `D`; `False` for padding.
-          Images whose tokens are all masked take no slot.
-
-    Returns:
-        tensor like the input. `routers.record` collects decisions about groups of
-        `group_images` images, each in the place of a token.
+    Maps `inputs` and an optional `mask` like `MoE`. Images whose tokens are all masked
+    take no slot. `routers.record` collects decisions about images, each in the place of
+    a token.
 
     Raises:
         ValueError: as in `MoE`; or if the router distinguishes modalities.
@@ -54,9 +49,8 @@ class ImageMoE(MoE):
     def build(self, inputs_shape):
         if self.router.knows_modalities:
             raise ValueError(
-                "A router that tells the tokens of images from those of text cannot "
-                f"route whole images. Received: router={quote(self.router)}. Use "
-                "`SoftmaxTokenChoiceRouter`, for example, or `layers.MoE`."
+                "A router that distinguishes tokens of images and text cannot route "
+                f"whole images. {received(router=self.router)}"
             )
         self._map_shape = tuple(inputs_shape[1:])
         super().build(inputs_shape)
@@ -74,6 +68,7 @@ class ImageMoE(MoE):
         num_experts = self.router.num_experts
         tokens, valid, counts = group(means, valid, self.group_images, num_experts)
         routing, rows = self._route(tokens, valid, counts, training)
+        # The images themselves, in the same groups: (G, group_images, S * D)
         slots, _, _ = group(images, None, self.group_images, num_experts)
         if self.dispatch_dtype:
             slots = self._rounded(slots)
@@ -102,9 +97,8 @@ def images_as_tokens(tokens, mask):
         mask: `(B, S)` bool tensor or `None`.
 
     Returns:
-        The means of the images' tokens, `(B, 1, D)` in float32; all their tokens in one
-        vector, `(B, 1, S * D)`; and the `(B, 1)` mask of images with any token, or
-        `None`.
+        The means of the tokens, `(B, 1, D)` in float32; all tokens in one vector,
+        `(B, 1, S * D)`; and the `(B, 1)` mask of images with any token, or `None`.
     """
     _, num_tokens, width = tokens.shape
     vectors = reshape(tokens, (-1, 1, num_tokens * width))
@@ -123,14 +117,11 @@ def slots_of_images(experts, slots, axes: Sequence[int], **known):
     """Apply experts to slots that hold whole images.
 
     Args:
-        experts: `Experts`, which get the tokens as slots of their own, or
-            `TemplateExperts`, which get a map of them.
+        experts: `Experts`, for which each token is a slot, or `TemplateExperts`, for
+            which an image is a map.
         slots: `(G, E, C, S * D)` tensor, or sorted rows `(N, S * D)`.
         axes: tuple of int: the axes of tokens, and `D`.
         **known: other arguments of the call.
-
-    Returns:
-        Tensor of the shape of `slots`.
     """
     *before, last = slots.shape
     num_tokens = math.prod(axes[:-1])

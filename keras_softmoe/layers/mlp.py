@@ -6,7 +6,7 @@ import math
 import keras
 from keras import ops
 
-from keras_softmoe.checks import check_bools, check_whole_numbers, quote
+from keras_softmoe.checks import check_bools, check_whole_numbers, received
 from keras_softmoe.keras_adapter.layers import Layer
 from keras_softmoe.ops.kernels import affine
 from keras_softmoe.types import Tensor
@@ -35,11 +35,7 @@ def activation_of(name):
 
 
 def check_activation(activation):
-    """Raise unless an activation is known.
-
-    Raises:
-        ValueError: if it is not the name of an activation.
-    """
+    """Raise unless an activation is known."""
     known = isinstance(activation, str) and bool(activation)
     try:
         known = known and callable(activation_of(activation))
@@ -48,8 +44,8 @@ def check_activation(activation):
     if not known:
         raise ValueError(
             f"Unknown `activation`. Accepted: {', '.join(map(repr, ACTIVATIONS))}, and "
-            "the other names of `keras.activations`, such as 'silu'. Received: "
-            f"activation={quote(activation)}. Pass one of these names."
+            "the other names of `keras.activations`, such as 'silu'. "
+            + received(activation=activation)
         )
 
 
@@ -80,11 +76,7 @@ class MLP(Layer):
     """
 
     def __init__(
-        self,
-        mlp_dim: int,
-        activation: str = "gelu_tanh",
-        gated: bool = False,
-        **kwargs,
+        self, mlp_dim: int, activation: str = "gelu_tanh", gated: bool = False, **kwargs
     ):
         check_whole_numbers(1, mlp_dim=mlp_dim)
         check_activation(activation)
@@ -97,28 +89,18 @@ class MLP(Layer):
         self.supports_masking = True
 
     def build(self, inputs_shape):
-        self.intermediate_dense = keras.layers.Dense(
-            self.mlp_dim,
-            bias_initializer=small_bias(),
-            dtype=self.dtype_policy,
-            name="intermediate_dense",
-        )
+        self.intermediate_dense = self._dense(self.mlp_dim, "intermediate_dense")
         self.intermediate_dense.build(inputs_shape)
         if self.gated:
-            self.gate_dense = keras.layers.Dense(
-                self.mlp_dim,
-                bias_initializer=small_bias(),
-                dtype=self.dtype_policy,
-                name="gate_dense",
-            )
+            self.gate_dense = self._dense(self.mlp_dim, "gate_dense")
             self.gate_dense.build(inputs_shape)
-        self.output_dense = keras.layers.Dense(
-            inputs_shape[-1],
-            bias_initializer=small_bias(),
-            dtype=self.dtype_policy,
-            name="output_dense",
-        )
+        self.output_dense = self._dense(inputs_shape[-1], "output_dense")
         self.output_dense.build((*inputs_shape[:-1], self.mlp_dim))
+
+    def _dense(self, units, name):
+        return keras.layers.Dense(
+            units, bias_initializer=small_bias(), dtype=self.dtype_policy, name=name
+        )
 
     def call(self, inputs):
         return _multiply(self.output_dense, self.hidden(inputs))
@@ -127,6 +109,7 @@ class MLP(Layer):
         """Return the input of the last layer, `(..., H)`."""
         hidden = _multiply(self.intermediate_dense, inputs)
         if self.gated:
+            # A gated linear unit: the gate alone goes through the activation.
             gate = _multiply(self.gate_dense, inputs)
             return self._activate(gate) * hidden
         return self._activate(hidden)
@@ -144,12 +127,11 @@ class MLP(Layer):
 
 
 def _multiply(dense, x):
-    """Return the output of a `keras.layers.Dense`, computed by `affine`.
-
-    All images are one matrix there, which is faster than the layer's own product.
-    """
+    """Return the output of a `keras.layers.Dense`, computed by `affine`."""
     if dense.quantization_mode:
+        # Its kernel is not a matrix of floats.
         return dense(x)
+    # All images are one matrix here, which is faster than the layer's own product.
     return affine(x, dense.kernel, dense.bias)
 
 

@@ -5,17 +5,20 @@ import math
 import keras
 from keras import ops
 
+from keras_softmoe.checks import (
+    at_most,
+    check_bools,
+    check_choice,
+    check_numbers,
+    check_whole_numbers,
+    is_whole_number,
+    received,
+)
 from keras_softmoe.keras_adapter.layers import Layer
 from keras_softmoe.layers import groups
 from keras_softmoe.layers.experts import Experts
 from keras_softmoe.layers.mlp import MLP
-from keras_softmoe.layers.moe_arguments import (
-    check_experts,
-    check_group_count,
-    check_router,
-    check_settings,
-)
-from keras_softmoe.layers.template import serialized_template
+from keras_softmoe.layers.template import check_template, serialized_template
 from keras_softmoe.layers.template_experts import TemplateExperts
 from keras_softmoe.ops import (
     ChoiceRouting,
@@ -31,58 +34,54 @@ from keras_softmoe.routers import Router
 from keras_softmoe.sharding.constraints import is_distributed
 from keras_softmoe.types import DType
 
+DISPATCHERS = ("auto", "gather", "einsum")
+
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class MoE(Layer):
     """Mixture of experts with any router, in place of a Transformer's MLP.
 
-    Images are divided into groups, the router decides for each group, tokens are
-    dispatched to the experts' slots, and the experts' outputs are combined. The output
-    of a token without an expert is zero, so a residual block passes it unchanged.
+    The router decides for each group of images, tokens are dispatched to the experts'
+    slots, and the outputs are combined. The output of a token without an expert is
+    zero, so a residual block passes it unchanged.
 
     Args:
-        router: a router from `keras_softmoe.routers`, a template: the layer creates a
-            copy from its configuration.
+        router: a router from `keras_softmoe.routers`, from whose configuration the
+            layer creates its own.
         mlp_dim: int, hidden width of experts that are MLPs; `None` with `expert`.
-        group_images: int, images whose tokens are routed together. If the batch is not
-            a multiple of it, empty images fill the last group and take no slot.
-            `None`: the whole batch is one group, and its size must be fixed.
-        dispatcher: how tokens are dispatched to the slots of a sparse router:
-            `"gather"` copies rows, `"einsum"` multiplies with one-hot weights (for
-            experts sharded over devices), `"auto"` is `"einsum"` for groups of under 64
-            tokens. A dropless router (`capacity_factor=None`) has no slots: rows are
-            sorted by expert where the experts support it.
+        group_images: int, images whose tokens are routed together; empty images fill
+            the last group. `None` for the whole batch, whose size must be fixed.
+        dispatcher: `"gather"` copies rows to the slots of a sparse router, `"einsum"`
+            multiplies with one-hot weights (for experts sharded over devices), `"auto"`
+            is `"einsum"` for groups of under 64 tokens. Of a dropless router
+            (`capacity_factor=None`) rows are sorted by expert where experts support it.
         equal_experts: bool, whether all experts start with the same weights.
         expert_dropout_rate: float, dropout inside the experts.
         remat_experts: bool, whether hidden activations are recomputed in the backward
             pass, see `Experts`.
-        dispatch_dtype: `None` or `"bfloat16"`, the dtype to which tokens are rounded
-            before dispatch and outputs before combine, as in the released V-MoE and
-            Soft MoE code.
+        dispatch_dtype: `None` or `"bfloat16"`, to which tokens are rounded before
+            dispatch and outputs before combine, as in the released code.
         activation, gated: as in `MLP`, of experts that are MLPs.
-        expert: `keras.layers.Layer`, a template: each expert is a copy of it with its
-            own weights, see `TemplateExperts`.
+        expert: `keras.layers.Layer`, of which each expert is a copy, see
+            `TemplateExperts`.
         shared_mlp_dim: int or `None`. Hidden width of an MLP (the shared expert) that
             computes every token, and whose outputs are added.
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Call arguments:
         - `inputs`: `(B, S, D)` float tensor, or `(B, ..., D)` with several axes of
-          tokens (a feature map, a video), flattened to one sequence for the router.
-        - `mask`: optional bool tensor of the shape of the inputs without `D`; `False`
-          for padding. Masked tokens take no slot, get zeros, and count in no loss and
-          no statistic. The remaining tokens are routed as if the masked ones were
-          absent; capacity is computed from their number.
+            tokens.
+        - `mask`: optional bool tensor of that shape without `D`; `False` for padding.
+          The other tokens are routed as if masked ones were absent; those get zeros.
         - `modalities`: for a `LIMoERouter`, pairs of a modality and its number of
           tokens, in their order, as in `(("image", 64), ("text", 16))`.
 
     Returns:
-        tensor like the input. `routers.record` collects the decisions of the router for
-        the `ceil(B / group_images)` groups of `group_images * S` tokens.
+        tensor like the input.
 
     Raises:
-        ValueError: if an argument is not among the accepted values, or the input has
-            no axis of tokens.
+        ValueError: if an argument is not among the accepted values, or the input has no
+            axis of tokens.
 
     Source: V-MoE, section 2.2; Soft MoE, section 2.1; router study, section 2; shared
     experts: Fei et al. 2024 (DiT-MoE, arXiv 2407.11633), section 3.
@@ -114,8 +113,12 @@ class MoE(Layer):
         **kwargs,
     ):
         super().__init__(**kwargs)
-        check_router(router)
-        check_experts(
+        if not isinstance(router, Router):
+            raise ValueError(
+                "`router` must be a router from `keras_softmoe.routers`. "
+                + received(router=router)
+            )
+        _check_experts(
             mlp_dim,
             expert,
             activation,
@@ -215,7 +218,7 @@ class MoE(Layer):
             ValueError: if it is neither a positive integer nor `None`, or the router
                 cannot route groups of that many tokens.
         """
-        check_group_count(group_images)
+        _check_group_count(group_images)
         if self.built and group_images is not None:
             (router or self.router).check_group(group_images * self.num_tokens)
 
@@ -226,8 +229,7 @@ class MoE(Layer):
             raise ValueError(
                 "Dropless routing cannot be sharded: devices need equally many rows of "
                 "each group. Received: capacity_factor=None under a distribution. "
-                f"`capacity_factor={factor:g}` keeps every token too: each expert then "
-                "has a slot for each token."
+                f"`capacity_factor={factor:g}` keeps every token, too."
             )
 
     def call(self, inputs, mask=None, training=None, modalities=()):
@@ -261,11 +263,9 @@ class MoE(Layer):
         return reshape(outputs, (-1, *inputs.shape[1:]))
 
     def _route(self, tokens, valid, counts, training, modalities=()):
-        """Return the routing in the form of the dispatcher.
+        """Return the routing for the dispatcher, and arguments of the experts.
 
-        Returns:
-            `SlotRouting`, `DenseRouting` or `ChoiceRouting`; and a dict of what the
-            experts get besides slots: the numbers of rows, if these are sorted.
+        The arguments are the numbers of rows of each expert, if rows are sorted.
         """
         router, num_tokens = self.router, tokens.shape[1]
         known = {}
@@ -325,11 +325,69 @@ class MoE(Layer):
             "shared_mlp_dim": self.shared_mlp_dim,
         }
 
-    # For settings of a model, without a layer
-    check_settings = staticmethod(check_settings)
+    @staticmethod
+    def check_settings(
+        group_images: int | None,
+        dispatcher: str,
+        equal_experts: bool,
+        expert_dropout_rate: float,
+        remat_experts: bool,
+        dispatch_dtype: str | None,
+        shared_mlp_dim: int | None = None,
+    ) -> None:
+        """Raise unless settings of all mixtures of a model are accepted."""
+        _check_group_count(group_images)
+        check_choice("dispatcher", dispatcher, DISPATCHERS)
+        check_bools(equal_experts=equal_experts, remat_experts=remat_experts)
+        check_numbers(least=0, under=1, expert_dropout_rate=expert_dropout_rate)
+        check_choice("dispatch_dtype", dispatch_dtype, (None, "bfloat16"))
+        is_size = is_whole_number(shared_mlp_dim, 1, "mlp_dim")
+        if shared_mlp_dim is not None and not is_size:
+            raise ValueError(
+                f"`shared_mlp_dim` must be a positive integer{at_most('mlp_dim')}, or "
+                "`None` for no shared expert. "
+                + received(shared_mlp_dim=shared_mlp_dim)
+            )
 
     @classmethod
     def from_config(cls, config):
         parts = {name: config.get(name) for name in ("router", "expert")}
         revived = keras.saving.deserialize_keras_object(parts)
         return cls(**{**config, **revived})
+
+
+def _check_group_count(group_images):
+    is_count = is_whole_number(group_images, 1, "group_images")
+    if not (is_count or group_images is None):
+        raise ValueError(
+            "A group consists of at least one image: `group_images` must be a positive "
+            f"integer{at_most('group_images')}, or `None` for the whole batch. "
+            + received(group_images=group_images)
+        )
+
+
+def _check_experts(mlp_dim, expert, activation, gated, shared_mlp_dim, **of_mlps):
+    """Raise unless the arguments describe MLPs, or experts of a template.
+
+    `of_mlps` are settings of experts that are MLPs.
+    """
+    check_bools(gated=gated)
+    if (mlp_dim is None) == (expert is None):
+        raise ValueError(
+            "Experts are MLPs of a hidden width, `mlp_dim`, or copies of a layer, "
+            f"`expert`: pass one of the two. {received(mlp_dim=mlp_dim, expert=expert)}"
+        )
+    if expert is None:
+        check_whole_numbers(1, mlp_dim=mlp_dim)
+        return
+    check_template(expert)
+    if shared_mlp_dim is None:
+        # Otherwise they are settings of the shared expert, which is an MLP.
+        is_default = activation == "gelu_tanh"
+        of_mlps |= {"gated": gated, "activation": None if is_default else activation}
+    given = {name: value for name, value in of_mlps.items() if value}
+    if given:
+        raise ValueError(
+            "These are settings of experts that are MLPs, not of an `expert`. "
+            + received(**given)
+        )

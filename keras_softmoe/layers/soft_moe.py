@@ -11,10 +11,11 @@ from keras_softmoe.routers import SoftRouter
 class SoftMoE(Layer):
     """Soft mixture of expert MLPs, in place of a Transformer's MLP.
 
-    Short for `MoE(SoftRouter(num_experts, slots_per_expert), mlp_dim)`. With as many
-    slots (`num_experts * slots_per_expert`) as tokens it costs as much as the dense
-    MLP; one slot per expert is usually best (section 3.5). For training runs of less
-    than about ten thousand steps set `initial_scale="unit_variance"`, see `SoftRouter`.
+    Short for `MoE(SoftRouter(num_experts, slots_per_expert), mlp_dim)`, with its call
+    arguments `inputs` and `mask`. With `num_experts * slots_per_expert` slots for the
+    same number of tokens it costs as much as the dense MLP; one slot per expert is
+    usually best (section 3.5). For training runs of less than about ten thousand steps
+    set `initial_scale="unit_variance"`.
 
     Args:
         num_experts: int, number of experts.
@@ -24,13 +25,6 @@ class SoftMoE(Layer):
         remat_experts: bool, see `MoE`.
         initial_scale: float, or `"unit_variance"`, see `SoftRouter`.
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
-
-    Call arguments:
-        - `inputs`: `(B, S, D)` float tensor, or `(B, ..., D)`, see `MoE`.
-        - `mask`: optional bool tensor of that shape without `D`, see `MoE`.
-
-    Returns:
-        tensor like the input.
 
     Raises:
         ValueError: if an argument is not positive, or the input has no axis of tokens.

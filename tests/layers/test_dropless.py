@@ -221,7 +221,7 @@ def test_cost():
 def test_a_distribution_refuses_it(monkeypatch):
     layer = build(2)
     monkeypatch.setattr("keras_softmoe.layers.moe.is_distributed", lambda: True)
-    with pytest.raises(ValueError, match="`capacity_factor=2` keeps every token too"):
+    with pytest.raises(ValueError, match="`capacity_factor=2` keeps every token, too"):
         layer(normal(SHAPE))
 
 

@@ -1,6 +1,6 @@
 """Gated experts, shared experts and routing by image, beside their twins.
 
-Also for `layers/moe_arguments.py`, `layers/mlp.py` and `layers/image_moe.py`.
+Also for `layers/moe.py`, `layers/mlp.py` and `layers/image_moe.py`.
 """
 
 import keras
@@ -262,7 +262,10 @@ def test_costs():
         ({"mlp_dim": 3, "shared_mlp_dim": -1}, "shared_mlp_dim=-1"),
         ({"mlp_dim": 3, "activation": "nope"}, "'silu'.*activation='nope'"),
         ({"mlp_dim": 3, "gated": 2}, "gated=2"),
-        ({"expert": keras.layers.Dense(8), "gated": True}, "gated=True with an expert"),
+        (
+            {"expert": keras.layers.Dense(8), "gated": True},
+            "not of an `expert`.*gated=True",
+        ),
     ],
 )
 def test_bad_arguments(arguments, message):

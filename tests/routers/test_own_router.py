@@ -63,7 +63,7 @@ def test_constructor_that_its_configuration_does_not_fit():
         def __init__(self, num_experts, slots):
             super().__init__(num_experts)
 
-    with pytest.raises(ValueError, match=r"`NoConfig` .*num_experts.*super\(\)"):
+    with pytest.raises(ValueError, match=r"`NoConfig` .*get_config.*num_experts"):
         layers.MoE(NoConfig(2, slots=1), mlp_dim=4)
 
 
@@ -73,5 +73,5 @@ def test_call_that_returns_no_decision():
             token, filled = identity(tokens.shape[0], tokens.shape[1], self.num_experts)
             return SlotRouting(token, filled, ops.cast(filled, "float32"))
 
-    with pytest.raises(ValueError, match="`SlotRouting` from `OnlyRouting`.*may be"):
+    with pytest.raises(ValueError, match="`SlotRouting` from `OnlyRouting`"):
         layers.MoE(OnlyRouting(2), mlp_dim=4)(TOKENS)
