@@ -11,6 +11,7 @@ from keras_softmoe.checks import (
     check_bools,
     check_numbers,
     check_whole_numbers,
+    received,
 )
 from keras_softmoe.ops import router_losses
 from keras_softmoe.ops.assignment import (
