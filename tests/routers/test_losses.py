@@ -1,7 +1,4 @@
-"""Losses of routers (`routers/losses.py`): weights, sets, errors.
-
-Their configurations in files are made by `routers/loss_files.py`.
-"""
+"""Losses of routers (`routers/losses.py`): weights, sets, errors, files."""
 
 import json
 import math
