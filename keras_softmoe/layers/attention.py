@@ -82,6 +82,7 @@ class Attention(Layer):
             self.key_norm.build(heads_shape)
 
     def call(self, queries, tokens, tokens_mask=None):
+        # A NaN in padding would pass its weight of zero.
         tokens = zero_padding(tokens, tokens_mask)
         width = queries.shape[-1]
         heads = (self.num_heads, width // self.num_heads)
@@ -90,7 +91,9 @@ class Attention(Layer):
         key = _project(self.key, tokens, *heads)
         value = _project(self.value, tokens, *heads)
         if self.use_qk_norm:
+            # Their products then stay small in large models, and training is stable.
             query, key = self.query_norm(query), self.key_norm(key)
+        # Each head averages the values by its own weights, (B, Q, heads, head_dim)
         means = attend(query, key, value, tokens_mask)
         return _project(self.attention_output, means, width)
 
@@ -109,6 +112,7 @@ def _project(dense, x, *outputs):
     """Return the output of an `EinsumDense`, `(B, S, *outputs)`, as a plain product."""
     if dense.quantization_mode:
         return dense(x)
+    # Heads side by side are one matrix: a single product of all tokens
     num_tokens, width = x.shape[1], math.prod(outputs)
     projected = affine(
         reshape(x, (-1, num_tokens, width)),

@@ -63,6 +63,7 @@ class PatchEmbedding(Layer):
         self.projection.build(images_shape)
 
     def call(self, images):
+        # Patches do not overlap: a convolution is one product each, row by row.
         # (B, rows, columns, D)
         grid = self.projection(images)
         _, rows, columns, width = grid.shape
@@ -91,20 +92,13 @@ class PositionEmbedding(Layer):
         grid: `(rows, columns)` of patches, or an int for both.
         kind: `"learned"` (one vector for each token, class token included) or
             `"sincos2d"` (fixed, for patches only).
-        has_class_token: bool, whether the first token is a class token. Its embedding
+        has_class_token: bool, whether the first token is a class token, whose embedding
             is not resampled.
-        resampling: method of resampling weights.
-
-            - `"bilinear"`, with aligned corners: corner patches keep their embeddings,
-              entry `i` of the new axis is read at `i * (old - 1) / (new - 1)` of the
-              old one. (V-MoE, original ViT, big_vision)
-            - `"bicubic"`: entry `i` is read at `(i + 0.5) * old / new - 0.5`, with the
-              cubic kernel of `a = -0.75`, as by PyTorch's `interpolate`.
-              (`transformers`)
-            - `"bicubic_antialias"`: the same with `a = -0.5` and, where the grid
-              becomes smaller, a kernel that is as much wider. (`timm`, DINOv2 with
-              registers)
-
+        resampling: method of resampling weights: `"bilinear"` with aligned corners
+            (V-MoE, original ViT, big_vision), `"bicubic"` with the kernel of
+            `a = -0.75` (PyTorch's `interpolate`, `transformers`), or
+            `"bicubic_antialias"` with `a = -0.5` and a kernel that is wider for smaller
+            grids (`timm`).
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Maps `(B, S, D)` to `(B, S, D)`.
@@ -171,6 +165,7 @@ class PositionEmbedding(Layer):
             store["grid"] = np.asarray(self.grid, "int32")
 
     def load_own_variables(self, store):
+        # A fixed table is computed for the grid; a learned one fits its own grid only.
         if self.kind == "sincos2d":
             return
         table = np.asarray(store["0"])
@@ -180,15 +175,13 @@ class PositionEmbedding(Layer):
         """Resample a `(1, S', D)` table of another grid to the grid of this layer.
 
         Args:
-            table: `(1, S', D)` array of learned position embeddings, with a row for
-                the class token if this layer has one.
+            table: `(1, S', D)` array of learned position embeddings, with a row for the
+                class token if this layer has one.
             grid: `(rows, columns)` of the table. A square if `None`.
-
-        Returns:
-            `(1, S, D)` array or tensor.
         """
         first = int(self.has_class_token)
         if grid is None:
+            # Tables of other libraries do not say their grid.
             side = round((table.shape[1] - first) ** 0.5)
             grid = (side, side)
         num_tokens, width = grid[0] * grid[1] + first, self.embedding.shape[-1]
@@ -201,6 +194,7 @@ class PositionEmbedding(Layer):
             )
         if tuple(grid) == self.grid:
             return table
+        # The class token has no place in the image: only patches are resampled.
         patches = np.reshape(table[:, first:], (*grid, width))
         patches = resample_position_grid(patches, *self.grid, self.resampling)
         patches = reshape(patches, (-1, width))
@@ -285,6 +279,7 @@ class TokenEmbedding(Layer):
         )
 
     def call(self, token_ids):
+        # Position embeddings are float32 weights and follow the compute dtype.
         tokens = self.token_embedding(token_ids)
         return tokens + ops.cast(self.position_embedding, tokens.dtype)
 
@@ -374,6 +369,7 @@ class Registers(Layer):
         )
 
     def call(self, tokens):
+        # After the class token, which stays the first, and before the patches
         first = int(self.has_class_token)
         registers = ops.cast(self.registers, tokens.dtype)
         # Broadcast without the batch size, which may be unknown.

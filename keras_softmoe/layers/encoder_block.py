@@ -5,7 +5,7 @@ import inspect
 import keras
 from keras import ops
 
-from keras_softmoe.checks import check_bools, check_numbers
+from keras_softmoe.checks import check_bools, check_numbers, received
 from keras_softmoe.keras_adapter.layers import Layer
 from keras_softmoe.layers.attention import Attention, layer_norm
 from keras_softmoe.layers.groups import check_mask, check_tokens_shape
@@ -65,9 +65,8 @@ class EncoderBlock(Layer):
         super().__init__(**kwargs)
         if not isinstance(mlp, keras.layers.Layer):
             raise ValueError(
-                "`mlp` must be a layer, for example `layers.MLP(mlp_dim=128)` or "
-                "`layers.MoE(router, mlp_dim=128)`. "
-                f"Received: mlp={mlp!r}."
+                "`mlp` must be a layer, such as `layers.MLP(mlp_dim=128)`. "
+                + received(mlp=mlp)
             )
         check_numbers(least=0, under=1, dropout_rate=dropout_rate)
         check_bools(use_qk_norm=use_qk_norm)
@@ -116,6 +115,7 @@ class EncoderBlock(Layer):
 
     def call(self, inputs, mask=None, training=None):
         x, tokens = self.before_mlp(inputs, mask, training)
+        # Padding occupies no slots of experts.
         if self.moe is not None:
             outputs = self.moe(tokens, mask=mask, training=training)
         else:
@@ -126,6 +126,7 @@ class EncoderBlock(Layer):
         self, inputs: Tensor, mask: Tensor | None = None, training: bool | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the sum after attention, and the normalized input of the MLP."""
+        # All checks only for shapes that look wrong, as each call passes here
         shape = tuple(getattr(inputs, "shape", ()))
         if len(shape) != 3 or None in shape[1:]:
             check_tokens_shape(shape)
@@ -133,7 +134,9 @@ class EncoderBlock(Layer):
             check_mask(mask, shape)
             # Masked values would enter the gradients of all weights.
             inputs = zero_padding(inputs, mask)
+        # Normalized before attention and not after: sums keep the inputs unchanged.
         tokens = self.attention_norm(inputs)
+        # (B, S, D), for each token a mean of those that are not masked
         means = self.attention(tokens, tokens, tokens_mask=mask)
         if self.layer_scale is not None:
             means = self.attention_scale(means)
@@ -149,6 +152,7 @@ class EncoderBlock(Layer):
 
     def _sum(self, x, outputs, training):
         """Return the residual sum of a block."""
+        # Tokens without an expert have zeros here and pass the block unchanged.
         if self.layer_scale is not None:
             outputs = self.mlp_scale(outputs)
         if self.dropout_rate:

@@ -8,6 +8,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_softmoe.checks import received
 from keras_softmoe.keras_adapter.layers import (
     QuantizedByExpert,
     changed_by_quantization,
@@ -50,9 +51,8 @@ class ExpertBank(QuantizedByExpert, keras.layers.EinsumDense):
     def build(self, input_shape):
         if not re.fullmatch(r"(\w)(\w)(\w),\1\3(\w)->\1\2\4", self.equation):
             raise ValueError(
-                "An expert bank has a kernel for each expert: an equation of the form "
-                f"'end,edh->enh'. Received: equation={self.equation!r}. For others "
-                "take `keras.layers.EinsumDense`."
+                "An expert bank needs an equation of the form 'end,edh->enh'. "
+                + received(equation=self.equation)
             )
         super().build(input_shape)
 
@@ -104,7 +104,7 @@ class ExpertBank(QuantizedByExpert, keras.layers.EinsumDense):
         if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
             raise ValueError(
                 "The rank of LoRA is an int of at least one; 4 to 16 are usual. "
-                f"Received: rank={rank!r}."
+                + received(rank=rank)
             )
         if self.lora_enabled:
             raise ValueError(
@@ -182,6 +182,7 @@ class ExpertBank(QuantizedByExpert, keras.layers.EinsumDense):
             super().quantize(mode, type_check=False, config=config)
             return
         with changed_by_quantization(self, mode):
+            # Values are computed before the weights of floats are deleted.
             kernel = self._kernel
             values = _to_int4(kernel, _rows(config.block_size, kernel.shape[1]))
             self.quantization_config = config
@@ -191,6 +192,7 @@ class ExpertBank(QuantizedByExpert, keras.layers.EinsumDense):
             for variable, value in zip(variables, values, strict=True):
                 variable.assign(value)
         if self.dtype_policy.quantization_mode is None:
+            # From which Keras builds the layer again when it reads a file
             name = f"int4/{config.block_size or -1}_from_{self.dtype_policy.name}"
             self.dtype_policy = name
 
@@ -246,6 +248,7 @@ class ExpertBank(QuantizedByExpert, keras.layers.EinsumDense):
         if not (self.lora_enabled and self.quantization_mode == "int4"):
             super().save_own_variables(store)
             return
+        # LoRA is merged in a file: the sum is rounded anew.
         kernel, scale, zero = _to_int4(self.kernel, self._block_rows)
         # In the order of Keras' `variable_serialization_spec`
         values = [kernel, self.bias, scale, zero]
@@ -293,15 +296,10 @@ def _lora_update(layer):
 
 
 def merge_lora(layer):
-    """Merge the LoRA factors of a layer into its kernel.
+    """Merge the LoRA factors of any layer of Keras into its kernel.
 
     The layer computes the same, is trained as before `enable_lora`, and `enable_lora`
-    may be called again. In int8 and in int4 the sum is rounded to the bits of the
-    kernel.
-
-    Args:
-        layer: layer of Keras with `lora_enabled`: `Dense`, `EinsumDense`, `Embedding`,
-            a convolution, or `ExpertBank`.
+    may be called again. In int8 and in int4 the sum is rounded.
     """
     merged = {}
     if layer.quantization_mode:
@@ -323,14 +321,9 @@ def merge_lora(layer):
 
 
 def per_expert(initializer):
-    """Return an initializer of a bank `(E, D, H)` with the fans of one expert.
-
-    Without the axes it would treat the experts as a receptive field, and the weights of
-    each would be too small by the square root of the number of experts.
-
-    Args:
-        initializer: as `keras.initializers.get` takes it.
-    """
+    """Return an initializer of a bank `(E, D, H)` with the fans of one expert."""
+    # Without the axes it would treat the experts as a receptive field, and the weights
+    # of each would be too small by the square root of the number of experts.
     initializer = keras.initializers.get(initializer)
     if not isinstance(initializer, keras.initializers.VarianceScaling):
         return initializer
@@ -370,8 +363,10 @@ def _to_int4(kernel, block_size):
     # Padding with zeros widens no range, as each contains zero; zeros remain zero.
     x = ops.pad(kernel, ((0, 0), (0, blocks * block_size - width), (0, 0)))
     x = reshape(x, (num_experts, blocks, block_size, units))
+    # The range of each block and output, (E, blocks, 1, H)
     low = ops.minimum(ops.min(x, axis=2, keepdims=True), 0.0)
     high = ops.maximum(ops.max(x, axis=2, keepdims=True), 0.0)
+    # 15 steps in the range. A block of zeros has a scale over zero, to divide by.
     scale = ops.maximum(high - low, 1e-30) / (_HIGHEST_INT4 - _LOWEST_INT4)
     zero = _LOWEST_INT4 - ops.round(low / scale)
     values = ops.clip(ops.round(x / scale) + zero, _LOWEST_INT4, _HIGHEST_INT4)
@@ -381,17 +376,11 @@ def _to_int4(kernel, block_size):
 
 
 def _from_int4(packed, scale, zero, units, block_size):
-    """Return the `(E, D, H)` kernels from the results of `_to_int4`.
-
-    Args:
-        packed: `(E, D, ceil(H / 2))` int8 tensor.
-        scale: `(E, ceil(D / block_size), H)` float tensor.
-        zero: int8 tensor of that shape.
-        units: int, `H`.
-        block_size: int, as given to `_to_int4`.
-    """
+    """Return the `(E, D, H)` kernels from the results of `_to_int4`, `units` is `H`."""
+    # Two values in a byte: (E, D, ceil(H / 2)) -> (E, D, H)
     values = keras.quantizers.unpack_int4(packed, units, axis=-1)
     if scale.shape[1] > 1:
+        # One scale for each row of a block; the last block may be shorter.
         width = packed.shape[1]
         scale, zero = (
             ops.repeat(x, block_size, axis=1)[:, :width] for x in (scale, zero)

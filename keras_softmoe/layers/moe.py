@@ -136,6 +136,7 @@ class MoE(Layer):
             dispatch_dtype,
             shared_mlp_dim,
         )
+        # A copy, so that one router can be given to several layers
         self.router = router.clone(name="router")
         self.mlp_dim = mlp_dim
         self.group_images = group_images

@@ -25,12 +25,12 @@ def pool(tokens, pooling, attention_pooling=None, mask=None, num_registers=0):
         attention_pooling: `AttentionPooling` layer for `"map"`.
         mask: optional `(B, S)` bool tensor, `False` for tokens to leave out. A text
             without any token gets zeros.
-        num_registers: int, number of leading tokens that are no patches and are left
-            out of `"first"` and `"gap"`. (With a class token they come after it, and it
-            is pooled alone.)
+        num_registers: int, number of leading tokens that are no patches, left out of
+            `"first"` and `"gap"`.
     """
     if pooling == "map":
         return attention_pooling(tokens, mask=mask)
+    # With a class token registers come after it, and it is pooled alone.
     if pooling in ("first", "gap"):
         tokens = tokens[:, num_registers:]
     if mask is not None:
@@ -46,15 +46,18 @@ def _pool_masked(tokens, pooling, mask):
     mask = ops.expand_dims(mask, -1)
     # (B, 1)
     is_any = ops.any(mask, axis=1)
+    # Padding may hold NaN, which a product with zero would keep.
     tokens = ops.where(mask, tokens, 0.0)
     if pooling == "gap":
         count = ops.sum(ops.cast(mask, tokens.dtype), axis=1)
         return ops.sum(tokens, axis=1) / ops.maximum(count, 1.0)
     if pooling == "gmp":
+        # Zeros of masked tokens would be larger than negative values.
         largest = ops.amax(ops.where(mask, tokens, -float("inf")), axis=1)
         return ops.where(is_any, largest, 0.0)
     # The first or the last token that is not masked
     count = tokens.shape[1]
+    # Numbered so that it has the largest number, and masked tokens 0: (B, S)
     steps = (1, count + 1, 1) if pooling == "last" else (count, 0, -1)
     place = ops.arange(*steps, dtype="int32")
     places = ops.where(mask[..., 0], place, 0)
@@ -130,6 +133,7 @@ class AttentionPooling(Layer):
         self.mlp.build((None, 1, width))
 
     def call(self, tokens, mask=None):
+        # One query for all images, without the batch size, which may be unknown:
         # (B, 1, D)
         probe = ops.cast(self.probe, tokens.dtype) + ops.zeros_like(tokens[:, :1])
         y = self.attention(probe, tokens, tokens_mask=mask)

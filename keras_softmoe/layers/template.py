@@ -14,7 +14,7 @@ class Templates:
 
     Attributes:
         given: `keras.layers.Layer`, by the user.
-        used: the built one whose variables stand for those of each expert, or `None`.
+        used: the built one, which computes each expert with its values, or `None`.
         draws: dict from bools, whether in training, to whether it draws numbers.
     """
 
@@ -32,10 +32,12 @@ class Templates:
             slot, or `(1, D)`, where each slot is a sequence of its own, so that no
             layer can mix them.
         """
+        # All slots as a batch, or each as a sequence of one token
         shapes = [slot_shape] + [(1, *slot_shape)] * (len(slot_shape) == 1)
         errors = []
         for shape in shapes:
             try:
+                # A built template keeps its weights, others get new ones.
                 template = (
                     self.given if self.given.built else new_copy(self.given, shape)
                 )
@@ -85,6 +87,7 @@ def check_template(expert):
             f"`{type(expert).__name__}`, which takes {len(inputs)}. Wrap it into a "
             "layer with one input."
         )
+    # Stacked weights are plain kernels: without factors, scales or integers
     for part in flatten_layers(expert):
         kind = f"`{type(part).__name__}` {part.name!r}"
         if getattr(part, "lora_enabled", False):
@@ -175,6 +178,7 @@ class _Probe(keras.layers.Layer):
                 f"Received: {kind}, which adds one. Leave it out (`add_loss`, "
                 "`activity_regularizer`)."
             )
+        # Each expert has a state of a generator of its own: these may change.
         draws = {id(state) for state in states_of_draws(template)}
         paths = {id(v): v.path for v in template.variables}
         changed = [
@@ -186,7 +190,7 @@ class _Probe(keras.layers.Layer):
             raise ValueError(
                 "A weight that a call changes, such as a mean over batches, would need "
                 f"one for each expert. Received: {kind}, which changes "
-                f"{', '.join(changed)}. Take a layer without it, for example "
+                f"{', '.join(changed)}. Use, for example, "
                 "`keras.layers.LayerNormalization`."
             )
 

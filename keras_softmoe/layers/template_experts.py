@@ -41,11 +41,10 @@ class TemplateExperts(Layer):
     Args:
         num_experts: int, number `E` of experts.
         expert: `keras.layers.Layer`, the template, which is neither changed nor a part
-            of this layer. It keeps its own dtype policy. If it is not built, it is
-            cloned from its configuration, and each expert gets initial weights of its
-            own (all the same ones if its initializers have a fixed seed). If it is
-            built, each expert begins with a copy of its weights. Files hold its
-            configuration: without a `get_config` the layer cannot be saved.
+            of this layer. If it is not built, it is cloned from its configuration, and
+            each expert gets initial weights of its own. If it is built, each expert
+            begins with a copy of its weights. It keeps its dtype policy. Files hold its
+            configuration.
         equal_experts: bool, whether all experts start with the same weights.
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
@@ -58,21 +57,9 @@ class TemplateExperts(Layer):
 
     Raises:
         ValueError: if the template is not a layer, has several inputs or outputs,
-            changes the shape of its input, adds losses or has weights that change
-            without being trained (such as the statistics of a
-            `keras.layers.BatchNormalization`), or has LoRA factors or a quantized
-            dtype; or if the slots have another number of experts.
-
-    Examples:
-        >>> expert = keras.Sequential(
-        ...     [keras.layers.Dense(64, activation="relu"), keras.layers.Dense(16)]
-        ... )
-        >>> router = ksm.routers.SoftRouter(num_experts=4)
-        >>> layer = ksm.layers.MoE(router, expert=expert)
-        >>> layer(np.zeros((2, 9, 16))).shape
-        (2, 9, 16)
-        >>> [tuple(weight.shape) for weight in layer.experts.weights]
-        [(4, 16, 64), (4, 64), (4, 64, 16), (4, 16)]
+            changes the shape of its input, adds losses, has weights that change without
+            being trained, LoRA factors or a quantized dtype; or if the slots have
+            another number of experts.
     """
 
     def __init__(
@@ -137,6 +124,7 @@ class TemplateExperts(Layer):
             # Without a loop of TensorFlow's, which not all formats of files hold
             known = {"fallback_to_while_loop": False}
             vectorized_map = functools.partial(tf.vectorized_map, **known)
+        # Whether there is one shows only in a call, here of zeros.
         x = ops.zeros((self.num_experts, *self._slot_shape))
         values = [ops.zeros(w.shape, w.dtype) for w in self.stacked]
         try:
@@ -159,6 +147,7 @@ class TemplateExperts(Layer):
         def one(operands):
             x, *values = operands
             x = reshape(x, (-1, *self._slot_shape))
+            # The template reads the values of this expert in place of its own.
             with keras.StatelessScope(list(zip(variables, values, strict=True))):
                 return template(x, training=training)
 
@@ -221,6 +210,7 @@ class TemplateExperts(Layer):
                 y = chunked_map(some_experts, [x, *values], is_distributed())
             return ops.cast(y, x.dtype)
 
+        # One vector per slot for `by_expert`: (G, E, C, H * W * D)
         _, num_experts, capacity, *axes = slots.shape
         flat = reshape(slots, (-1, num_experts, capacity, math.prod(axes)))
         outputs = by_expert(all_experts, flat, self.path)

@@ -225,7 +225,7 @@ class RoutingLoss:
         ]
         arguments.append(routed.valid[self.modality])
         if term.sorts:
-            # Devices sort a whole axis faster than a sharded one.
+            # The largest entries of a sharded axis are found by sorting.
             arguments.append(is_distributed())
         return self.function(*arguments)
 

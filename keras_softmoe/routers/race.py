@@ -75,7 +75,7 @@ class ExpertRaceRouter(SparseRouter):
         )
 
     def _choose(self, scores, valid, training, sharded):
-        # A batch of its own in training, the average of the batches in predictions
+        # That of this batch in training, the moving average in predictions
         threshold = self.threshold
         if training or self.random_logits is True:
             threshold = self.assignment.lowest_winner(scores, valid, sharded)

@@ -258,7 +258,7 @@ class SparseRouter(Router, PolicySettings):
 
     @property
     def _logits_std(self):
-        # With more experts the best logits are closer to each other.
+        # As in V-MoE, whose noise has a standard deviation of 1 / E
         return self.scores.noise_std / self.num_experts
 
     @property
