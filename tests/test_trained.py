@@ -9,7 +9,6 @@ from experiments import synthetic
 from experiments.lib.cards import read_runs
 from tests.support.close import assert_near
 
-
 SOFT = "soft_moe_tiny_patch4_16e_32_glyphs"
 TRAINED = [name for name in ksm.presets.names() if name.endswith("glyphs")]
 LETTERS = [name for name in ksm.presets.names() if name.endswith("letters")]

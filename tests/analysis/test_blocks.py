@@ -11,7 +11,6 @@ from tests.support.close import assert_near
 from tests.support.gradients import recorded
 from tests.support.references import to_numpy
 
-
 LOADED = {
     "token choice": routers.SoftmaxTokenChoiceRouter(3, 1, 0.5),
     "expert choice": routers.SoftmaxExpertChoiceRouter(3, 0.5),
