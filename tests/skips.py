@@ -333,7 +333,6 @@ LONG = {
         "test_page_runs[docs/faq.md]",
     ),
     "experiments/test_letters.py": (
-        "test_an_interrupted_training_goes_on",
         "test_program",
         "test_upcycling_program",
     ),

@@ -1,6 +1,5 @@
 """The benchmarks time what they should; how fast that is is not tested."""
 
-import argparse
 import importlib
 import itertools
 import json
@@ -100,26 +99,6 @@ def test_multiply_adds_of_a_soft_layer(layers):
     assert layers.multiply_adds(products) == 2 * (3 * 5 * 192 * 3 + 2 * 192 * 3 * 7)
 
 
-@pytest.mark.parametrize("option", [["--rounds", "0"], ["--shapes", "huge"]])
-def test_wrong_options_are_refused(benchmark, capsys, option):
-    with pytest.raises(SystemExit):
-        benchmark("run").main(option)
-    message = capsys.readouterr().err
-    assert option[0] in message
-    assert option[1] in message
-
-
-def test_scaling_compares_with_the_fewest_experts(benchmark, monkeypatch):
-    layers = benchmark("layers")
-    monkeypatch.setitem(layers.SCALING, "small", (2, 4, 8, 8, 8, (2, 4, 8)))
-    options = argparse.Namespace(
-        shapes="small", rounds=1, seconds=1.0, jit_compile=False
-    )
-    rows = list(layers.measure_scaling(options))
-    for row, name in zip(rows, ["4 experts", "8 experts"], strict=True):
-        check_times(row, [name, "2 experts"])
-
-
 def test_the_soft_moe_runs_beside_its_twin(benchmark, tiny_models):
     models, shapes = tiny_models
     patience = benchmark("timing").Patience(rounds=1)
@@ -127,27 +106,6 @@ def test_the_soft_moe_runs_beside_its_twin(benchmark, tiny_models):
     assert [row["pass"] for row in rows] == ["forward", "fit", "fit"]
     for row in rows:
         check_times(row, ["soft_moe", "dense_twin"])
-
-
-def test_twins_differ_in_their_experts_alone(tiny_models):
-    models, shapes = tiny_models
-    moe, dense = models.soft_moe(shapes), models.backbone(shapes)
-    assert moe.moe_layers == (1,)
-    differing = {
-        name
-        for name, value in moe.get_config().items()
-        if value != dense.get_config()[name]
-    }
-    assert differing == {"name", "moe_layers", "router", "equal_experts"}
-
-
-def test_our_dense_vit_is_as_large_as_that_of_keras_hub(benchmark, tiny_models):
-    models, shapes = tiny_models
-    images, _ = models.data(shapes)
-    ours = models.dense_vit(shapes)
-    theirs = benchmark("rivals").keras_hub_vit(**shapes.vit)
-    assert ours.count_params() == theirs.count_params()
-    assert ours(images).shape == theirs(images).shape == (8, 5, 8)
 
 
 @pytest.fixture
@@ -203,63 +161,6 @@ def test_soft_moe_pytorch_is_our_layer_on_normalized_tokens(equal_rival):
     assert_near(to_numpy(ours(tokens)), to_numpy(theirs(tokens)), atol=1e-3)
 
 
-def test_steps_beside_their_bounds(benchmark, monkeypatch):
-    module = benchmark("steps")
-    monkeypatch.setattr(module, "DTYPE", "float32")
-    (row,) = module.measure("vit_tiny_patch4_32_glyphs", [2], rounds=1)
-    # A CPU has neither bounds nor a counter of its memory.
-    assert row.keys() == {"images", "ms", "first_call_s", "peak_gb"}
-    assert row["ms"] > 0
-    few, many = (
-        module.bounds(module.PRESET, images, module.DEVICES["H100"])["bounds_ms"]
-        for images in (8, 64)
-    )
-    # The update of all experts takes the same time for any batch, all else grows.
-    assert few["weights"] == many["weights"] > few["products"]
-    np.testing.assert_allclose(many["products"], 8 * few["products"])
-    assert many["activations"] > few["activations"]
-
-
-# === Turns, ratios and files: nothing here depends on a backend ===
-
-
-@pytest.fixture
-def runner(benchmark, monkeypatch, tmp_path):
-    """Callable that measures made-up sections and returns what is in the file."""
-    run = benchmark("run")
-    monkeypatch.setattr(run.report, "machine", lambda: {"backend": "jax 1"})
-    file = tmp_path / "results.json"
-
-    def measure(options=(), **sections):
-        monkeypatch.setattr(run, "SECTIONS", sections)
-        run.main(["--json", str(file), *options])
-        return content()
-
-    def content():
-        assert [path.name for path in tmp_path.iterdir()] == [file.name]
-        (found,) = json.loads(file.read_text(encoding="utf-8")).values()
-        return found
-
-    measure.content = content
-    return measure
-
-
-def row(name="soft_128x1", kind="forward", **ratios):
-    """A row of results, with ratios to rivals."""
-    return {
-        "name": name,
-        "pass": kind,
-        "ours": "layer",
-        "rounds": 3,
-        "ms": {"layer": 1234.5, **dict.fromkeys(ratios, 1.0)},
-        "first_call_s": {"layer": 2.5, **dict.fromkeys(ratios, 7.0)},
-        "ratios": {
-            rival: {"median": ratio, "min": ratio - 0.25, "max": ratio + 0.5}
-            for rival, ratio in ratios.items()
-        },
-    }
-
-
 def test_contests_take_turns(benchmark):
     timing = benchmark("timing")
     calls = []
@@ -292,23 +193,3 @@ def test_ratios_are_taken_within_rounds(benchmark):
             "products": {"median": 1.5, "min": 1.0, "max": 4.0},
         },
     }
-
-
-def test_what_was_measured_survives_a_failure(runner):
-    def fail(options):
-        raise RuntimeError("no memory left")
-
-    with pytest.raises(RuntimeError, match="no memory left"):
-        runner(layers=lambda options: [row(dense=1.5)], models=fail)
-    assert runner.content()["sections"] == {"layers": [row(dense=1.5)]}
-
-
-def test_sections_that_are_left_out_stay(runner):
-    both = {"layers": lambda options: [row(dense=1.5)], "models": lambda options: []}
-    runner(**both)
-    both["layers"] = lambda options: [row(dense=9.0)]
-    content = runner(["--sections", "models"], **both)
-    assert content["sections"]["layers"] == [row(dense=1.5)]
-    # Under other conditions they would be compared with what they cannot be.
-    content = runner(["--sections", "models", "--shapes", "paper"], **both)
-    assert content["sections"] == {"models": []}

@@ -38,8 +38,6 @@ def call(name, **arguments):
     return targets()[name].call(**{**targets()[name].good, **arguments})
 
 
-# === Layers ===
-
 LAYERS = [name for name in targets() if hasattr(layers, name)]
 
 
@@ -59,8 +57,6 @@ def test_integers_of_numpy_are_sizes():
     layer = layers.SoftMoE(np.int64(4), np.int32(8), slots_per_expert=np.uint8(2))
     assert layer(np.zeros((1, 3, 6), "float32")).shape == (1, 3, 6)
 
-
-# === Routers ===
 
 ROUTERS = [name for name in targets() if name.endswith("Router")]
 
@@ -131,8 +127,6 @@ def test_capacity_is_at_most_the_number_of_tokens():
 def test_weights_of_losses():
     assert_refused(lambda **x: routers.RoutingLoss(ops.z_loss, **x), "weight", "0.1")
 
-
-# === Models ===
 
 MODEL_SIZES = [
     (cls, name)
@@ -230,9 +224,6 @@ def test_what_dense_models_were_trained_with(wrong, message):
         evaluation.cost({**BACKBONE, **wrong})
 
 
-# === What no machine holds ===
-
-
 @pytest.mark.parametrize("name", sorted(set(BACKBONE) | {"group_images"}))
 def test_sizes_beyond_all_machines(name):
     value = 10**9
@@ -273,9 +264,6 @@ def test_received():
     given = checks.received(size=(2, 3), name="x" * 1000, number=10**5000)
     assert given.startswith("Received: size=(2, 3), name='xx") and len(given) < 300
     assert given.endswith("xx', number=a int.")
-
-
-# === Names ===
 
 
 def test_misspelt_arguments_of_constructors():

@@ -127,9 +127,6 @@ def test_room_is_made_sure_of(replaced, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["small"]
 
 
-# === Processes that are killed, and several at once ===
-
-
 def killed(target, where):
     code, _ = Program("tests.support.killed_writer", target, where).wait()
     assert code == -signal.SIGKILL
@@ -227,9 +224,6 @@ with one_process(lock, "waiting"):
     assert (tmp_path / "log").read_text() == "in out " * 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "ready"]
     assert "waiting" in capfd.readouterr().out
-
-
-# === Targets that are something else ===
 
 
 def make_file(path):
@@ -363,9 +357,6 @@ def test_modes_are_kept(tmp_path):
             path.chmod(mode)
         before = (target / "other").stat().st_ino
     assert (target / "other").stat().st_ino == before
-
-
-# === Directories that stay the same one ===
 
 
 def test_a_directory_stays(tmp_path, monkeypatch):

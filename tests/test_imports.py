@@ -320,9 +320,6 @@ def test_what_is_public_or_ours_is_allowed(source):
     assert list(foreign_private_names(source, {"_mine"})) == []
 
 
-# === What is private ===
-
-
 def private_imports(source, file):
     """Names of other parts that begin with an underscore."""
     for module in imported_modules(source, file):

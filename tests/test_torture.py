@@ -1,6 +1,5 @@
 """The short form of the campaign, and that it can fail."""
 
-import json
 import time
 
 import pytest
@@ -70,41 +69,3 @@ def test_what_counts_as_a_failure(monkeypatch):
         "too large",
     ]
     assert tally.cases == 9 and tally.refusals == {"ValueError": 4}
-
-
-def test_tables(tmp_path, monkeypatch):
-    monkeypatch.setattr(program, "DIRECTORY", tmp_path)
-    monkeypatch.setattr(program, "PAGE", tmp_path / "RESULTS.md")
-
-    def part(tally, cases, seed):
-        for number in range(cases):
-            with tally.case(str(number)):
-                if number:
-                    raise ValueError("Pass another.")
-                raise KeyError(number)
-
-    monkeypatch.setitem(program.PARTS, "two threads", (part, {"torch": 3}, 0))
-    assert program.run(["two threads"]) == 1
-    found = json.loads((tmp_path / "torch.json").read_text())["two threads"]
-    assert found["cases"] == 3 and found["refusals"] == {"ValueError": 2}
-    assert len(found["failures"]) == 1
-    program.write_tables()
-    page = (tmp_path / "RESULTS.md").read_text()
-    assert "| two threads | torch | 3 | 2 ValueError | 1 |" in page
-    assert "| all | | 3 | 2 | 1 |" in page
-    # Fewer cases leave what is there as it is.
-    assert program.run(["two threads"], fraction=0.4) == 1
-    program.write_tables(fraction=0.4)
-    reduced = (tmp_path / "reduced" / "RESULTS.md").read_text()
-    assert "| two threads | torch | 2 | 1 ValueError | 1 |" in reduced
-    assert (tmp_path / "RESULTS.md").read_text() == page
-
-
-def test_numbers_of_cases():
-    """The campaign is as large as it is said to be."""
-    cases = {name: sum(long.values()) for name, (_, long, _) in program.PARTS.items()}
-    assert cases["routings"] >= 10_000 and cases["kills"] >= 200
-    assert cases["calls with a bad argument"] >= 500
-    assert cases["damaged presets"] + cases["damaged checkpoints"] >= 1000
-    long = program.PARTS["routings"][1]
-    assert all(long[backend] >= 3000 for backend in program.BACKENDS)

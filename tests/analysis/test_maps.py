@@ -127,9 +127,6 @@ def test_wrong_arguments():
         analyze(own, np.ones((1, 4, 6)), num_pictures=1, verbose=0)
 
 
-# === Pairs ===
-
-
 class Letters:
     """As much of a tokenizer as is needed."""
 
@@ -189,9 +186,6 @@ def test_text_alone_has_no_pictures():
     found = analyze(pairs.limoe(), captions=ids, num_pictures=2, verbose=0).maps[0]
     assert found.images is found.dispatch is found.main_experts is None
     assert found.word_experts.shape == (2, 3) and len(found.words) == 2
-
-
-# === Examples of experts ===
 
 
 @pytest.fixture(scope="module")
@@ -297,9 +291,6 @@ def test_a_word_is_judged_by_all_its_places():
     # Word 1 chose the second expert once, but goes there less than half of the time.
     assert [list(i) for i in ids] == [[2, 1, 3], []]
     np.testing.assert_allclose(means[0], [0.8, 0.55, 0.55])
-
-
-# === Patches of images ===
 
 
 CHOOSING = {

@@ -183,9 +183,6 @@ def test_batches_add_up(backbone):
                 np.testing.assert_array_equal(found[name], value)
 
 
-# === What follows from the counts ===
-
-
 def block(**values):
     fields = dict.fromkeys(ModalityStatistics._fields)
     return ModalityStatistics(**{**fields, **values})
@@ -250,8 +247,6 @@ def test_tokens_that_do_not_choose(router):
     assert found.modalities == {}
     assert [block.num_tokens for block in found.blocks.values()] == [21, 21]
 
-
-# === Words ===
 
 TAGS = {"a": "article", "red": "adjective", "circle": "noun", "heart": "noun"}
 

@@ -156,8 +156,6 @@ def test_experts_are_drawn_where_they_work():
     assert even.get_xdata() == pytest.approx([(16 - dropped) / 4] * 2)
 
 
-# === Discarded patches ===
-
 # It has slots for all tokens, but for `eval_capacity_factor`.
 SCARCE = SoftmaxTokenChoiceRouter(4, capacity_factor=4.0, eval_capacity_factor=1.0)
 CAPACITIES = (1.0, 0.25)
@@ -233,9 +231,6 @@ def test_where_no_patch_is_discarded(router, num_pictures, message):
             capacity_factors=(1.0,),
             verbose=0,
         )
-
-
-# === Patches and words ===
 
 
 def examples(**overrides):
@@ -318,9 +313,6 @@ def test_examples_of_one_modality():
     assert [len(shown_patches(ax)) for ax in figure.axes] == [2, 4, 0]
 
 
-# === One pair ===
-
-
 def maps_of_pair(
     patch_experts, word_experts, words=("▁a", "▁red", "s", "<pad>", "<pad>")
 ):
@@ -368,9 +360,6 @@ def test_pair():
         assert_near(shown[~taken], faded[~taken], atol=1e-6)
     assert "block 5" in figure.get_suptitle()
     assert png(figure).startswith(b"\x89PNG")
-
-
-# === Patches of images ===
 
 
 def patches():

@@ -178,9 +178,6 @@ def test_uniform_mixing():
     np.testing.assert_allclose(block.expert_contribution, [0.5, 0.5], rtol=1e-6)
 
 
-# === Models and data of all kinds ===
-
-
 class Rows(keras.utils.PyDataset):
     def __init__(self, x):
         super().__init__()
@@ -292,9 +289,6 @@ def test_weights_that_are_none(found):
         found[0].tokens_needed(1)
 
 
-# === Slots ===
-
-
 def test_cosines_of_all_pairs(backbone, found):
     for block, router in backbone.routers.items():
         mu = to_numpy(router.mu)
@@ -327,9 +321,6 @@ def test_one_slot_or_one_expert(found):
     one_expert = one_slot._replace(slot_contribution=np.ones((1, 4)))
     assert np.isnan(one_expert.cosine_between_experts)
     assert one_expert.cosine_within_experts == 0
-
-
-# === Concentration ===
 
 
 def averages(seed, shape):

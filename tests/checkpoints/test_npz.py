@@ -165,9 +165,6 @@ def test_what_is_no_archive(tmp_path):
     refused(path, "cannot be read as an .npz file")
 
 
-# === big_vision ===
-
-
 def big_vision(params, stacked):
     """The same parameters under big_vision's names."""
     arrays = {}
@@ -278,9 +275,6 @@ def test_bad_stacks(tmp_path, case):
     np.savez(tmp_path / "model.npz", **arrays)
     with pytest.raises(ValueError, match=message):
         converters.dense_model(tmp_path / "model.npz")
-
-
-# === Damaged ===
 
 
 def original_and_some(tmp_path, params):

@@ -49,9 +49,6 @@ def sparse(family, blocks=(1,)):
     return scrambled(converters.add_experts(dense, blocks, ROUTER, verbose=0))
 
 
-# === Graphs that are saved and loaded ===
-
-
 def first(outputs):
     return keras.tree.flatten(outputs)[0]
 
@@ -175,9 +172,6 @@ class Scaled(keras.layers.Layer):
 
     def call(self, x):
         return x + self.moe(x)
-
-
-# === What stays of the dense class ===
 
 
 PUBLIC = ("BERT", "GPT-2", "ViT", "DINOv2", "DeiT", "Swin", "MiT", "CLIP", "SigLIP")
@@ -393,9 +387,6 @@ def test_files_are_read_in_a_new_process(tmp_path):
     for index, (model, inputs) in enumerate(pairs):
         expected = model.predict_on_batch(inputs)
         assert_near(found[f"arr_{index}"], expected, rtol=1e-5, atol=1e-6)
-
-
-# === Configurations are copies ===
 
 
 def scribble(value):

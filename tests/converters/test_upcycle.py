@@ -208,9 +208,6 @@ def test_layers_that_do_not_exist(dense):
         converters.upcycle(dense, moe_layers=(2,), router=SAME["identity"])
 
 
-# === Noise ===
-
-
 def test_noise_is_relative_seeded_and_on_kernels_alone(dense):
     router = SAME["identity"]
     plain, noisy, again, other = (
@@ -232,9 +229,6 @@ def test_noise_is_relative_seeded_and_on_kernels_alone(dense):
             ratio = (ours - copy).std() / copy.std()
             # Of 96 numbers
             assert ratio == pytest.approx(0.1, rel=0.3), (name, expert)
-
-
-# === Clusters ===
 
 
 def clustered(model, router, **arguments):
@@ -341,9 +335,6 @@ def test_clusters_of_a_classifier(tmp_path):
     assert_near(tiny.predict(loaded, pixels[:3]), before, atol=1e-6)
 
 
-# === Positions ===
-
-
 def difference(sparse, expected):
     change = to_numpy(sparse(IMAGES)["pooled_output"]) - expected
     return np.linalg.norm(change) / np.linalg.norm(expected)
@@ -384,9 +375,6 @@ def test_fewer_slots_than_positions(placed):
     # Each of two slots takes two neighbours.
     places = [dispatch[:, :2, 0].sum(axis=1), dispatch[:, 2:, 1].sum(axis=1)]
     assert_near(places, 1, atol=1e-2)
-
-
-# === Refusals ===
 
 
 @pytest.mark.parametrize(

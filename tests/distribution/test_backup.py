@@ -103,9 +103,6 @@ def whole():
     return model, watch.logs
 
 
-# === Going on ===
-
-
 @pytest.mark.parametrize("steps", [3, STEPS, 2 * STEPS - 1])
 def test_training_goes_on_as_if_nothing_had_happened(whole, steps, tmp_path):
     expected, logs = whole
@@ -218,9 +215,6 @@ def test_one_stream_is_refused_where_no_batch_can_be_drawn(tmp_path):
         Backup(tmp_path, one_stream=True)
 
 
-# === After an interruption ===
-
-
 @pytest.mark.parametrize(
     ("steps", "where"),
     [
@@ -259,9 +253,6 @@ def test_a_backup_may_be_used_again_after_an_interruption(whole, tmp_path):
     fit(model, backup)
     for now, before in zip(values(model), values(expected), strict=True):
         assert_near(now, before, rtol=0, atol=1e-6)
-
-
-# === What is refused, and what is not ===
 
 
 @not_on_tensorflow

@@ -83,9 +83,6 @@ def by_hand(variables, mesh_shape, shard_dense=False):
     return total
 
 
-# === Bytes of what is kept ===
-
-
 @pytest.mark.parametrize("name", VIT)
 def test_weights_are_those_of_a_model_cut_by_hand(name):
     model = tiny.backbone(**VIT[name])
@@ -152,9 +149,6 @@ def test_optimizers_without_whole_copies(optimizer):
         plan(tiny.backbone(**SOFT), DEVICES, 1e9, optimizer=optimizer)
 
 
-# === Activations ===
-
-
 def test_activations_grow_with_the_images_of_a_device():
     config = tiny.backbone(**TOKEN_CHOICE).get_config()
     one, three = (
@@ -216,9 +210,6 @@ if keras.backend.backend() == "jax":
         kept = compiled.memory_analysis().temp_size_in_bytes
         planned = plan(model, 1, 1e9, batch_size=16).meshes[0].activations
         assert 0.9 < planned / kept < 1.35
-
-
-# === Which meshes fit ===
 
 
 def test_meshes_that_fit():
@@ -294,9 +285,6 @@ def test_every_preset_has_a_plan():
         assert len(set(weights)) == len(weights)
         assert bool(others) == bool(found.expert_parameters)
         assert found.parameters == expected.parameters
-
-
-# === Errors ===
 
 
 @pytest.mark.parametrize(

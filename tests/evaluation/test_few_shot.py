@@ -38,9 +38,6 @@ def uncalled(images):
     raise AssertionError("features were computed")
 
 
-# === The probe ===
-
-
 @pytest.mark.parametrize("l2", ["train", "test", 8.0])
 def test_few_shot_probe_step_by_step(l2):
     # So noisy that support images, if they had a say in the choice, would vote for
@@ -188,9 +185,6 @@ def test_every_image_in_the_support():
     )
     # The support is then the same set in every draw.
     assert result[5].std < 1e-12 and result[5].l2 == 64.0
-
-
-# === Bad input ===
 
 
 def with_nan(x):

@@ -153,8 +153,6 @@ def test_settings_of_routers():
     assert cost(model, group_images=None) == cost(model, group_images=1)
 
 
-# === Papers ===
-
 # V-MoE, table 8: epochs of 305 million images, exaFLOP of training
 VMOE_TRAINING = {
     "vmoe_dense_small_patch32_224": (5, 12.27),
@@ -225,9 +223,6 @@ print(found.parameters, peak() - before, *heavy)
     assert not heavy
 
 
-# === Errors ===
-
-
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -296,9 +291,6 @@ def test_preset_of_another_class(tmp_path):
     (tmp_path / "config.json").write_text('{"registered_name": "keras_softmoe>Vi')
     with pytest.raises(ValueError, match="cannot be read"):
         cost(tmp_path)
-
-
-# === A user's own layers and routers ===
 
 
 def test_layers_of_a_user_are_counted():

@@ -1,7 +1,6 @@
 """The study on letters: data, models, trainings that go on, answers, presets."""
 
 import dataclasses
-import itertools
 
 import keras
 import numpy as np
@@ -10,15 +9,13 @@ from keras.ops import convert_to_numpy
 
 import keras_softmoe as ksm
 from experiments.letters import __main__ as program, answers, presets, upcycling
-from experiments.letters.bank import NEW_FONTS, SPLITS, load_bank, make_bank
+from experiments.letters.bank import NEW_FONTS, SPLITS, load_bank
 from experiments.letters.models import MODELS, SMOKE, STUDY, VIEWS, ViewRouter, count
-from experiments.letters.pictures import BLOCK, IMAGE_SIZE, PLACEMENTS, Letters
+from experiments.letters.pictures import PLACEMENTS, Letters
 from experiments.letters.trainings import gather, names_of, training
 from experiments.lib.cards import read_metadata
 from experiments.lib.runs import finish
 from tests.support.close import assert_near
-
-# === The study ===
 
 
 @pytest.fixture(scope="module")
@@ -28,16 +25,6 @@ def bank(tmp_path_factory):
     read = load_bank(directory, SMOKE.candidates)
     assert all(np.array_equal(*pair) for pair in zip(made, read, strict=True))
     return made
-
-
-# === Data ===
-
-
-def test_classes_differ_by_sight():
-    # Of signs that look alike the first is kept: Greek and Cyrillic letters, a capital
-    # that is its small letter, enlarged. There is no ink in a space.
-    found = make_bank("AΑАCcСс BВΒ⠿█")
-    assert found.characters == "ACB"
 
 
 def test_splits(bank):
@@ -53,25 +40,6 @@ def test_splits(bank):
         assert list(np.unique(of_split)) == list(range(number))
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_pictures_follow_from_seed_and_number(bank, placement):
-    letters = Letters(bank, placement)
-    first = list(itertools.islice(letters.batches(3, 0), 3))
-    again = next(letters.batches(3, 2))
-    for one, two in zip(first[2], again, strict=True):
-        np.testing.assert_array_equal(one, two)
-    shape = (BLOCK, IMAGE_SIZE, IMAGE_SIZE, 3)
-    assert again[0].shape == shape and again[0].dtype == np.uint8
-    others = [first[0], first[1], next(letters.batches(4, 0)), letters.take(1, 3)]
-    for one, two in itertools.combinations([x for x, _ in others], 2):
-        assert np.mean(one[:, ::2] != two[:, ::2]) > 0.1
-    # A letter is there, and it is not everything.
-    assert (again[0].max((1, 2, 3)) > 100).all() and again[0].mean() < 128
-
-
-# === Models ===
-
-
 def test_costs():
     costs = {name: count(STUDY, model, 2600) for name, model in MODELS.items()}
     dense = costs["dense"]["training_gflop"]
@@ -85,23 +53,6 @@ def test_costs():
     assert 1.05 < ratios["soft"] < 1.07
     wide = costs["wide"]["parameters"] / costs["vmoe"]["parameters"]
     assert wide == pytest.approx(1, abs=0.02) and ratios["wide"] > 3
-
-
-def test_one_expert_is_the_dense_model():
-    router = MODELS["vmoe_5"].router(STUDY)
-    config = {**router.get_config(), "num_experts": 1, "losses": []}
-    alone = type(router).from_config(config)
-    routing = alone(np.random.default_rng(0).normal(size=(2, 8, 4)), training=True)[0]
-    gates = convert_to_numpy(routing.gate)
-    np.testing.assert_array_equal(gates, np.ones_like(gates))
-    assert np.sort(convert_to_numpy(routing.token)[0, 0]).tolist() == list(range(8))
-
-
-def test_a_token_is_in_the_middle_and_elsewhere(bank):
-    ink = {name: Letters(bank, name).take(256, 0)[0] > 100 for name in PLACEMENTS}
-    # Along the edges: all of their places are as likely as those in the middle.
-    edge = {name: x[:, 0].any((1, 2)).mean() for name, x in ink.items()}
-    assert edge["centred"] == 0 < 0.05 < edge["anywhere"]
 
 
 def test_views():
@@ -121,9 +72,6 @@ def test_views():
     router.view = lambda tokens: 2 * tokens
     doubled = convert_to_numpy(router(tokens).summary["logits"])
     np.testing.assert_allclose(doubled, 2 * ordinary, rtol=1e-5)
-
-
-# === Trainings ===
 
 
 @pytest.fixture(scope="module")
@@ -148,15 +96,6 @@ def finished(bank, tmp_path_factory):
     return directory, letters, gather(SMOKE, directory, bank.num_classes)
 
 
-def test_an_interrupted_training_goes_on(finished, tmp_path):
-    _, letters, results = finished
-    run = training(SMOKE, letters, "anywhere_random", 0)
-    whole = finish(run, tmp_path)["results"]
-    assert len(whole["curve"]) == SMOKE.epochs
-    (row,) = results["runs"]["anywhere_random"]
-    assert row == {"seed": 0, **whole}
-
-
 def test_results(finished):
     _, _, results = finished
     (soft,) = results["runs"]["anywhere_soft_5"]
@@ -167,9 +106,6 @@ def test_results(finished):
     assert all(0 <= block["dropped"] < 1 for block in vmoe["blocks"].values())
     assert all(abs(b["cosine_within"]) <= 1 for b in soft["blocks"].values())
     assert set(results["models"]) == set(names_of())
-
-
-# === Answers ===
 
 
 def made_up(seeds=(0, 1, 2, 3, 4, 5)):
@@ -231,16 +167,6 @@ def test_answers_of_made_up_rows():
     answers.plot_answers(results)
 
 
-def test_answers_of_few_rows(finished):
-    _, _, results = finished
-    text = answers.report(results)
-    # One seed has no interval, and most was not run.
-    assert text.count("not run: ") == 4 and "nan" not in text
-    rows = [line for line in text.splitlines() if line.startswith("| V-MoE, anywhere")]
-    assert len(rows) == 1
-    answers.plot_answers(results)
-
-
 def test_every_number_of_the_answers_is_measured(finished):
     _, _, results = finished
     for question in answers.QUESTIONS.values():
@@ -251,9 +177,6 @@ def test_every_number_of_the_answers_is_measured(finished):
                 # Blocks of the smallest models have other numbers.
                 path = [{"3": "1", "1": "0"}.get(key, key) for key in path]
                 assert answers.values(results, known, path), (run, path)
-
-
-# === Presets ===
 
 
 def test_program(tmp_path):
@@ -278,8 +201,6 @@ def test_program(tmp_path):
     predicted = classifier.predict(images, batch_size=64, verbose=0).argmax(-1)
     assert predicted.shape == labels.shape and np.ptp(labels) > 0
 
-
-# === Upcycling ===
 
 SEED = upcycling.SEEDS[0]
 
@@ -318,28 +239,6 @@ def test_experts_have_the_dense_state(started, name):
                 assert moment.any() and (moment == moment[:1]).all()
             else:
                 np.testing.assert_array_equal(moment, given[path])
-
-
-def test_without_moments_the_rate_goes_on(started):
-    dense = keras.saving.load_model(started[2])
-    with_past, without = (
-        upcycling.continued(dense, upcycling.VARIANTS[name], SMOKE)
-        for name in ("expert_choice", "no_moments")
-    )
-    assert int(without.optimizer.iterations) == 0
-    assert not any(np.any(x) for x in moments(without, "velocity").values())
-    rates = [float(m.optimizer.learning_rate) for m in (with_past, without)]
-    assert rates[0] == pytest.approx(rates[1]) and rates[0] > 0
-
-
-def test_gates_of_a_token_sum_to_one():
-    router = upcycling.NormalizedExpertChoiceRouter(4, 2.0)
-    tokens = np.random.default_rng(0).normal(size=(2, 12, 8)).astype("float32")
-    routing = router(tokens).routing
-    total = convert_to_numpy(ksm.ops.to_dense(routing, 12).combine).sum((2, 3))
-    chosen = convert_to_numpy(ksm.ops.to_dense(routing, 12).dispatch).sum((2, 3)) > 0
-    np.testing.assert_allclose(total, chosen, rtol=1e-5)
-    assert chosen.any()
 
 
 def test_all_cost_the_same():

@@ -328,9 +328,6 @@ def test_fixed_batch_for_groups_of_the_whole_batch(tmp_path):
     assert difference(outputs, model, [images(6)]) < TOLERANCE
 
 
-# === What cannot be exported ===
-
-
 @pytest.mark.parametrize(
     ("file", "arguments", "message"),
     [

@@ -287,9 +287,6 @@ def test_int8_reaches_the_experts_and_round_trips(tmp_path):
     assert_near(tiny.predict(revived, x), actual, rtol=1e-4, atol=1e-5)
 
 
-# === Quantized backbones in files ===
-
-
 def towers():
     image = tiny.backbone()
     text = models.TextMoEBackbone(20, 5, 1, 2, 8, 12, (0,), tiny.SPARSE)

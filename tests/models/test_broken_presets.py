@@ -44,9 +44,6 @@ def explanation(error):
     return "\n".join([str(error.value), *getattr(error.value, "__notes__", [])])
 
 
-# === Files ===
-
-
 @BOTH
 def test_missing_configuration(preset, load):
     (preset / "config.json").unlink()
@@ -255,9 +252,6 @@ def test_wrong_override(preset):
             load(preset, num_blocks=3)
 
 
-# === What costs time or memory ===
-
-
 def edit(file, **changes):
     """Change arguments of the backbone in a file of a preset."""
     saved = json.loads(file.read_text())
@@ -318,9 +312,6 @@ def test_what_is_no_name(preset):
             cls.from_preset(preset)
 
 
-# === Names ===
-
-
 @BOTH
 def test_unknown_name(load, monkeypatch, good):
     monkeypatch.setattr(lookup, "ROOT", good.parent)
@@ -339,9 +330,6 @@ def test_architecture_without_weights(load, preset, monkeypatch):
     with pytest.raises(ValueError, match="never released.*load_weights=False"):
         load("preset")
     assert load("preset", load_weights=False)
-
-
-# === Saving ===
 
 
 def contents(directory):

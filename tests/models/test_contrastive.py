@@ -67,9 +67,6 @@ def limoe():
     return tiny_limoe.task()
 
 
-# === Losses that are reported ===
-
-
 def test_fit_and_evaluate_report_what_they_should(limoe):
     # Two MoE blocks, whose losses are each counted once, and two batches.
     expected = expected_logs(limoe)
@@ -209,9 +206,6 @@ def test_fit_learns():
             assert np.abs(to_numpy(weight) - old).max() > 1e-4, weight.path
 
 
-# === Compilation ===
-
-
 def test_compilation():
     model = models.LIMoEContrastive(tiny_limoe.backbone())
     names = ["loss", *ACCURACIES, "routing_loss"]
@@ -241,9 +235,6 @@ def test_compilation():
     for call in (model.fit, model.evaluate):
         with pytest.raises(ValueError, match=r"call `compile\(\)`"):
             call(batch, verbose=0)
-
-
-# === Encoding ===
 
 
 @pytest.fixture(scope="module")

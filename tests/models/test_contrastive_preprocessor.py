@@ -33,9 +33,6 @@ def pixels(num_images=BATCH):
     return tiny.pixels(num_images)
 
 
-# === Preprocessor ===
-
-
 def test_preprocessor():
     preprocessor = tiny_limoe.preprocessor()
     x = preprocessor(pixels(), captions())
@@ -94,8 +91,6 @@ def test_preprocessor_configuration():
         assert revived.get_config() == config
 
 
-# === Captions ===
-
 BAD_CAPTIONS = [
     (["a ring", 3, "a heart"], r"must be strings.*captions\[1\]=3 of type int"),
     (["a ring", None, "a heart"], r"must be strings.*captions\[1\]=None"),
@@ -132,9 +127,6 @@ def test_no_captions(model):
         model.encode_image(pixels()[:0])
     with pytest.raises(ValueError, match="array of str.*None"):
         model.fit({"images": pixels()}, verbose=0)
-
-
-# === Pairs ===
 
 
 @pytest.mark.parametrize(
@@ -233,9 +225,6 @@ def test_one_image_is_no_batch(model):
         model.encode_image(pixels()[0])
 
 
-# === Names of classes ===
-
-
 @pytest.mark.parametrize(
     "names, templates, message",
     [
@@ -258,9 +247,6 @@ def test_bad_classes(model, names, templates, message):
             call()
 
 
-# === Without preprocessor ===
-
-
 def test_without_preprocessor(without_preprocessor, model):
     bare, ids = without_preprocessor, model.preprocessor.tokenize(captions())
     for call in (
@@ -278,9 +264,6 @@ def test_without_preprocessor(without_preprocessor, model):
     images = tf.data.Dataset.from_tensor_slices(tiny.images(BATCH)).batch(BATCH)
     with pytest.raises(ValueError, match="pairs of images and token ids"):
         bare.fit(images, verbose=0)
-
-
-# === Pipelines ===
 
 
 def pipeline(images, texts):
@@ -331,9 +314,6 @@ def test_a_pipeline_gives_batches(model):
         ValueError, match=r"Received.*\(8, 8, 3\).*`dataset.batch\(32\)`"
     ):
         model.fit(unbatched, verbose=0)
-
-
-# === Parts that do not fit ===
 
 
 @pytest.mark.parametrize(

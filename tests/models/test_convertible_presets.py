@@ -171,8 +171,6 @@ def test_cache_below_the_home_directory(released, tmp_path, monkeypatch):
     assert directory == str(tmp_path / ".keras" / "keras_softmoe" / NAME)
 
 
-# === Over the web ===
-
 DENSE_NAME = "vit_nano_patch4_8_shapes"
 
 
@@ -237,9 +235,6 @@ def test_what_to_do_off_line(on_the_web, tmp_path):
     prefix = tmp_path / "FOLDER" / "vit_nano.npz"
     presets.convert(DENSE_NAME, prefix=prefix, verbose=0)
     assert_loaded(models.ViTMoEImageClassifier.from_preset(DENSE_NAME), model)
-
-
-# === The real ones ===
 
 
 def test_eleven_checkpoints_were_released():

@@ -48,9 +48,6 @@ def assert_close(actual, expected):
     assert_near(actual, expected, rtol=1e-4, atol=1e-5)
 
 
-# === Images ===
-
-
 def pictures(x):
     from PIL import Image
 
@@ -279,9 +276,6 @@ def test_converter(x):
     assert to_numpy(converter(images[0].convert("L"))).shape == (4, 4, 1)
 
 
-# === Batches ===
-
-
 def batches(x, y):
     for start in range(0, len(x), BATCH):
         yield x[start : start + BATCH], y[start : start + BATCH]
@@ -471,9 +465,6 @@ def test_validation_split(model, x):
     history = model.fit(x, y, validation_split=0.4, verbose=0).history
     results = model.evaluate(x[6:], y[6:], verbose=0)
     assert_close(history["val_loss"][0], results[0])
-
-
-# === Pairs ===
 
 
 @pytest.fixture(scope="module")

@@ -50,9 +50,6 @@ def values(model):
     return [np.array(to_numpy(weight)) for weight in model.weights]
 
 
-# === Compilation ===
-
-
 @only("torch")
 # PyTorch's compiler looks at all attributes of a tensor.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -116,9 +113,6 @@ def test_jit_compile(overrides):
     model = classifier(**overrides)
     model.compile(model.optimizer, model.loss, metrics=[], jit_compile=True)
     assert np.isfinite(fit(model)).all()
-
-
-# === Loops of one's own ===
 
 
 @only("torch")
@@ -202,9 +196,6 @@ def test_loop_of_tensorflow(overrides):
     assert step.experimental_get_tracing_count() == 1
 
 
-# === Callbacks ===
-
-
 class Interruption(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch, logs=None):
         if epoch == 2:
@@ -240,9 +231,6 @@ def test_model_checkpoint(tmp_path, name):
     else:
         revived = keras.saving.load_model(path)
     assert_near(tiny.predict(revived, x), tiny.predict(model, x), rtol=1e-5, atol=1e-6)
-
-
-# === Optimizers ===
 
 
 def test_averages():

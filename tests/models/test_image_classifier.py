@@ -202,9 +202,6 @@ def test_configuration_round_trip():
     assert revived.output_dropout.rate == 0.25
 
 
-# === Bad input ===
-
-
 @pytest.mark.parametrize("preprocessor", [None, "resizes", "rescales"])
 def test_wrong_images(preprocessor):
     head = {"preprocessor": tiny.preprocessor() if preprocessor else None}

@@ -24,9 +24,6 @@ def assert_close(actual, expected, tolerance=1e-5):
         )
 
 
-# === Outputs ===
-
-
 @pytest.mark.parametrize("index", range(len(TEXT_POOLINGS)))
 def test_embeddings_are_pooled_projected_and_normalized(index):
     # Every pooling once for images, once for text.
@@ -98,9 +95,6 @@ def test_dense_twin():
     assert_close(changed, {k: v for k, v in expected.items() if "image" in k}, 1e-6)
 
 
-# === Who feels whom ===
-
-
 @pytest.mark.parametrize("changed, other", [("text", "image"), ("image", "text")])
 def test_no_leakage(changed, other):
     key = {"image": "images", "text": "token_ids"}[changed]
@@ -151,9 +145,6 @@ def test_whole_batch_is_one_group():
     assert_close(tiny.predict(model, pairs(), batch_size=BATCH), as_numpy(expected))
 
 
-# === Decisions ===
-
-
 def test_route():
     model = tiny_limoe.backbone()
     decisions = model.route(**pairs())
@@ -197,9 +188,6 @@ def test_other_routers():
         assert np.isfinite(to_numpy(model(pairs())["text_embedding"])).all()
 
 
-# === Precision ===
-
-
 def test_mixed_precision():
     model = tiny_limoe.backbone(router=AMPLE, dtype="mixed_bfloat16")
     outputs = model(pairs())
@@ -216,9 +204,6 @@ def test_mixed_precision():
     for name in EMBEDDINGS.values():
         error = np.abs(to_numpy(outputs[name]) - expected[name])
         assert np.median(error) < 0.05
-
-
-# === Configuration and files ===
 
 
 def test_configuration_round_trip():
@@ -278,9 +263,6 @@ def test_preset(tmp_path):
     fresh = models.LIMoEBackbone.from_preset(path, load_weights=False)
     kernel = to_numpy(fresh.get_layer("text_projection").kernel)
     assert np.abs(kernel - to_numpy(model.get_layer("text_projection").kernel)).max()
-
-
-# === Bad input ===
 
 
 @pytest.mark.parametrize(

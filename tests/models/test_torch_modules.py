@@ -242,9 +242,6 @@ def test_a_loop_of_pytorch_trains_what_it_is_given():
         assert np.abs(weight.numpy() - old).max() > 0, weight.path
 
 
-# === dtype ===
-
-
 @pytest.mark.parametrize(
     ("make", "name"),
     [(soft_moe, "layer"), (lambda: tiny.classifier(), "model"), (template, "template")],
@@ -268,9 +265,6 @@ def test_the_dtype_of_the_policy_is_taken():
     assert block(TOKENS.bfloat16()).dtype == torch.bfloat16
     with pytest.raises(ValueError, match="'bfloat16'"):
         block.float()
-
-
-# === `train()` and unbuilt layers ===
 
 
 @pytest.fixture

@@ -208,9 +208,6 @@ def test_a_file_with_lora_is_that_of_an_ordinary_model():
     assert len(revived.trainable_weights) == len(revived.weights)
 
 
-# === Balancing losses ===
-
-
 def loss_of_routers(model):
     """What balancing losses add to the loss of a step that changes nothing."""
     model.compile(
@@ -258,9 +255,6 @@ def test_a_frozen_tower_in_a_model_of_ones_own():
         model.compile(keras.optimizers.SGD(0.0), "mse")
         losses.append(model.fit(x, y, verbose=0).history["loss"][0])
     assert_near(losses, [0.5 * np.log(4.0) ** 2, 0.0], atol=1e-5)
-
-
-# === Clones ===
 
 
 def outputs_of(model, x):

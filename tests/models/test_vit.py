@@ -110,9 +110,6 @@ def test_any_batch_size_and_patch_shape():
     assert_near(actual[:4], everything[:4], rtol=1e-5, atol=1e-5)
 
 
-# === Decisions ===
-
-
 @pytest.mark.parametrize("pooling", ["token", "map"])
 def test_route_soft(pooling):
     model = tiny.backbone(pooling=pooling, moe_layers=(0, 1))
@@ -165,9 +162,6 @@ def test_route_is_deterministic_and_adds_no_loss():
     assert not model.losses
 
 
-# === Precision ===
-
-
 def test_mixed_precision():
     model = tiny.backbone(pooling="map", dtype="mixed_bfloat16")
     outputs = model(tiny.images(2))
@@ -189,9 +183,6 @@ def test_global_policy():
     model = tiny.backbone()
     assert model.blocks[0].mlp.compute_dtype == "bfloat16"
     assert model.blocks[1].moe.router.compute_dtype == "float32"
-
-
-# === Configuration ===
 
 
 def test_configuration_round_trip():
@@ -270,9 +261,6 @@ def test_equal_experts(equal_experts):
     )
     kernel = to_numpy(model.blocks[0].moe.experts.intermediate_dense.kernel)
     assert np.array_equal(kernel[0], kernel[1]) == equal_experts
-
-
-# === Bad input ===
 
 
 @pytest.mark.parametrize(

@@ -167,9 +167,6 @@ def test_gshard_gradient_leaves_the_fraction_alone():
     assert_near(gradient, expected, rtol=1e-5, atol=1e-7)
 
 
-# === Entropy losses ===
-
-
 def probabilities(logits):
     return twins.softmax(logits).astype("float32")
 
@@ -304,9 +301,6 @@ def test_gradients_are_finite_where_a_probability_is_zero(name):
 def test_bad_arguments_are_named(call, received):
     with pytest.raises(ValueError, match=f"Received: .*{received}"):
         call(np.full((1, 8, 4), 0.25, "float32"))
-
-
-# === Contrastive losses ===
 
 
 CONTRASTIVE_LOSSES = ["softmax_contrastive_loss", "sigmoid_contrastive_loss"]

@@ -32,8 +32,6 @@ TRAINED = {"soft": ("one device", "one axis"), "token choice": tuple(PLACEMENTS)
 STEPS_PER_EPOCH, EPOCHS = 10, 2
 
 
-# === What a compiled step sends between devices, read from its text ===
-
 _OPERATION = re.compile(
     r"= (?P<result>.*?) (?P<name>all-to-all|all-gather|all-reduce|reduce-scatter"
     r"|collective-permute|collective-broadcast|ragged-all-to-all)(?:-start)?\("
@@ -79,9 +77,6 @@ def collectives(text):
 
 def _bytes(dtype):
     return 1 if dtype == "pred" else int(_BITS.search(dtype)[0]) // 8
-
-
-# === The program ===
 
 
 class Program:

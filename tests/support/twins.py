@@ -13,8 +13,6 @@ import math
 
 import numpy as np
 
-# === Numbers ===
-
 
 def softmax(x, axis=-1):
     """Softmax over one axis or over several axes jointly."""
@@ -52,9 +50,6 @@ def kept_tokens(scores, valid, group):
     return np.flatnonzero(np.asarray(valid)[group])
 
 
-# === Two views of a routing ===
-
-
 def to_dense(token, filled, gate, num_tokens):
     """Dispatch and combine weights (G, S, E, C) of a slot routing."""
     num_groups, num_experts, capacity = token.shape
@@ -75,9 +70,6 @@ def dispatch_tokens(tokens, dispatch):
 def combine_outputs(outputs, combine):
     """Token outputs (G, S, D)."""
     return np.einsum("gecd,gsec->gsd", np.asarray(outputs, "float64"), combine)
-
-
-# === Assignment ===
 
 
 def expert_capacity(
@@ -218,9 +210,6 @@ def gates(scores, token, filled):
     return gate
 
 
-# === Transport plans ===
-
-
 def without_padding(plan_of_group, scores, valid):
     """Applies `plan_of_group` to the kept tokens of each group, zero elsewhere."""
     scores = np.asarray(scores, "float64")
@@ -299,9 +288,6 @@ def sparse_transport_plan(
     return without_padding(plan_of_group, scores, valid)
 
 
-# === Balancing losses, one value per group (G,) ===
-
-
 def squared_variation(x):
     """(population standard deviation / mean)^2."""
     return (x.std() / x.mean()) ** 2
@@ -363,9 +349,6 @@ def router_similarity_loss(probs, chosen, valid=None):
     return per_group(loss_of_group, valid, probs, chosen)
 
 
-# === Routers ===
-
-
 def soft_router(
     tokens,
     mu,
@@ -391,9 +374,6 @@ def soft_router(
     return dispatch_weights, combine_weights
 
 
-# === Layer ===
-
-
 def experts(slots, kernel_0, bias_0, kernel_1, bias_1):
     """Slot outputs (G, E, C, D): one two-layer MLP per expert."""
     outputs = np.zeros(slots.shape)
@@ -407,9 +387,6 @@ def moe(tokens, dispatch, combine, expert_weights):
     """Outputs (G, S, D) of a MoE layer, from dense routing weights."""
     slots = dispatch_tokens(tokens, dispatch)
     return combine_outputs(experts(slots, *expert_weights), combine)
-
-
-# === Positions ===
 
 
 def sincos_2d_table(height, width, hidden_dim, temperature=10000.0):
