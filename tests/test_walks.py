@@ -65,10 +65,10 @@ def second_fit(_):
 WALKS = {
     "token choice": (token_choice, 45, 20, 65),
     "soft": (soft, 30, None, None),
-    "from_preset": (from_preset, 140, None, None),
-    "add_experts": (add_experts, 90, None, None),
+    "from_preset": (from_preset, 165, None, None),
+    "add_experts": (add_experts, 130, None, None),
     "save_to_preset": (save_to_preset, 60, None, None),
-    "second fit": (second_fit, 70, None, None),
+    "second fit": (second_fit, 90, None, None),
 }
 
 

@@ -1,4 +1,4 @@
-"""Tensors around the experts: tokens in groups, and slots expert by expert."""
+"""Groups of tokens, and slots arranged by expert."""
 
 import math
 import warnings
@@ -140,7 +140,7 @@ def group(inputs, mask, group_images, num_experts):
 
 
 def ungroup(outputs, inputs, group_images):
-    """Undo `group` for tensors like its inputs, without images that fill up."""
+    """Undo `group` for tensors like its inputs, and drop images that filled a group."""
     if group_images == 1:
         return outputs
     outputs = reshape(outputs, (-1, *inputs.shape[1:]))

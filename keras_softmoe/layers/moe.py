@@ -178,14 +178,14 @@ class MoE(Layer):
 
     def build(self, inputs_shape):
         groups.check_tokens_shape(inputs_shape, any_rank=True)
-        # What is routed of one image, for `check_group_images`
+        # How many tokens of one image are routed, for `check_group_images`
         self.num_tokens = self._routed_tokens(inputs_shape)
         group_tokens = self.group_images and self.group_images * self.num_tokens
         if is_distributed():
             self._check_placement()
         width, one = inputs_shape[-1], self._slot_shape(inputs_shape)
         if self.expert is not None:
-            # A template may be refused: before there are any weights
+            # First: a template may be refused, and no weights should exist by then.
             self.experts.build((None, self.router.num_experts, None, *one))
         self.router.build((None, group_tokens, width))
         if self.expert is None:
@@ -256,7 +256,7 @@ class MoE(Layer):
         if self.dispatch_dtype:
             slots = self._rounded(slots)
         outputs = combine(slots, routing, tokens.shape[1], sharded)
-        # 7. Images again: (G, S, D) -> (B, S, D), without those that filled up
+        # 7. Images again: (G, S, D) -> (B, S, D), without those that filled a group
         outputs = groups.ungroup(outputs, x, self.group_images)
         # 8. The shared expert computes every token.
         if self.shared_mlp is not None:

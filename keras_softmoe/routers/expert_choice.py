@@ -4,7 +4,7 @@ from typing import Unpack
 
 import keras
 
-from keras_softmoe.routers.policies import ExpertChoice
+from keras_softmoe.routers.assignment import ExpertChoice
 from keras_softmoe.routers.scores import Sinkhorn, Softmax, SparseTransport
 from keras_softmoe.routers.sparse import SparseRouter, SparseSettings
 

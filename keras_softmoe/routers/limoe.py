@@ -20,8 +20,8 @@ from keras_softmoe.ops.assignment import (
     check_num_selected_experts,
 )
 from keras_softmoe.ops.numbers import lowest
+from keras_softmoe.routers.assignment import TokenChoice
 from keras_softmoe.routers.losses import MODALITIES, RoutingLoss
-from keras_softmoe.routers.policies import TokenChoice
 from keras_softmoe.routers.router import check_num_experts
 from keras_softmoe.routers.scores import Softmax, live, policy
 from keras_softmoe.routers.sparse import SparseRouter, SparseSettings

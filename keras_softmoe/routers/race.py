@@ -5,8 +5,8 @@ from typing import Unpack
 import keras
 
 from keras_softmoe import ops
+from keras_softmoe.routers.assignment import Race
 from keras_softmoe.routers.losses import RoutingLoss
-from keras_softmoe.routers.policies import Race
 from keras_softmoe.routers.scores import Logits
 from keras_softmoe.routers.sparse import SparseRouter, SparseSettings
 

@@ -2,7 +2,7 @@
 
 A sparse router has one policy of each kind: capacity (how many slots an expert has) and
 scores (the numbers that choose) in this file; assignment (who chooses whom, and the
-gates) in `policies.py`; LIMoE's has modalities (images and text) in `limoe.py`.
+gates) in `assignment.py`; LIMoE's has modalities (images and text) in `limoe.py`.
 """
 
 import dataclasses
@@ -163,7 +163,7 @@ def slots_by_length(capacity, factor, largest, choices, num_experts):
 class Scores:
     """Base class of scores."""
 
-    # Gates are looked up in the probabilities, or in the scores that choose ("plan").
+    # Source of the gates: the probabilities, or the selection scores ("plan").
     combine = "softmax"
     # Whether a bias takes part in the choice
     is_biased = False

@@ -139,7 +139,7 @@ class SparseRouter(Router, PolicySettings):
                 shape=shape,
                 initializer="zeros",
                 trainable=False,
-                # Of replicas on TensorFlow, which see their own part of a batch
+                # TensorFlow replicas each see a part of the batch.
                 aggregation="mean",
                 name=name,
             )

@@ -6,8 +6,8 @@ import keras
 
 from keras_softmoe import ops
 from keras_softmoe.checks import quote
+from keras_softmoe.routers.assignment import TokenChoice
 from keras_softmoe.routers.losses import RoutingLoss
-from keras_softmoe.routers.policies import TokenChoice
 from keras_softmoe.routers.scores import Sinkhorn, TokenScores
 from keras_softmoe.routers.sparse import SparseRouter, SparseSettings
 

@@ -1,6 +1,6 @@
 """Settings of sparse routers, fields of policies.
 
-Policies are in `routers/policies.py`, `routers/scores.py` and
+Policies are in `routers/assignment.py`, `routers/scores.py` and
 `routers/limoe.py`.
 """
 

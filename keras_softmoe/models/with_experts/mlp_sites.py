@@ -13,7 +13,7 @@ from keras_softmoe.routers import (
     Router,
     SparseTransportExpertChoiceRouter,
 )
-from keras_softmoe.routers.policies import ExpertChoice, TokenChoice
+from keras_softmoe.routers.assignment import ExpertChoice, TokenChoice
 
 _FEEDFORWARD = ("feedforward_intermediate_dense", "feedforward_output_dense")
 _DENSE = ("dense_1", "activation", "dense_2")

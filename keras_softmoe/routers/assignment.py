@@ -38,7 +38,7 @@ class ExpertChoice:
     choices: ClassVar[int] = 1
     # Whether a capacity factor of `None` means rows of experts instead of slots
     has_rows: ClassVar[bool] = False
-    # Whether pairs of token and expert win, see `Race`
+    # Whether pairs of token and expert compete in the whole group, see `Race`
     is_race: ClassVar[bool] = False
 
     def check(self, num_experts, capacity):
