@@ -12,6 +12,7 @@ from tests.support import twins
 from tests.support.close import assert_near
 from tests.support.gradients import layer_gradients, outputs, recorded
 from tests.support.layer_checks import normal, randomize
+from tests.support.products import counted
 from tests.support.references import to_numpy
 
 NUM_EXPERTS, NUM_TOKENS = 4, 6
@@ -212,10 +213,9 @@ def test_cost():
         routers.SoftmaxTokenChoiceRouter(8, 2, capacity_factor=None), mlp_dim=32
     )
     # Without slots to spare: what two dense layers cost for each choice
-    found = layer.cost((3, 50, 16))
-    assert found.products == 3 * 50 * (2 * 2 * 16 * 32 + 16 * 8)
-    assert found.weights == 8 * (2 * 16 * 32 + 32 + 16)
-    assert found.mixtures[0].slots == 3 * 50 * 2
+    numbers, products = counted(layer, (3, 50, 16))
+    assert products == 3 * 50 * (2 * 2 * 16 * 32 + 16 * 8)
+    assert numbers == 8 * (2 * 16 * 32 + 32 + 16) + 16 * 8
 
 
 def test_a_distribution_refuses_it(monkeypatch):
