@@ -154,8 +154,8 @@ class SinkhornTokenChoiceRouter(SparseRouter):
 
     Args:
         num_experts: int, number of experts.
-        num_selected_experts, capacity_factor, keep_fraction, normalize_gates,
-            noise_std: as in `SoftmaxTokenChoiceRouter`.
+        num_selected_experts, capacity_factor: as in `SoftmaxTokenChoiceRouter`.
+        keep_fraction, normalize_gates, noise_std: as there.
         priority: as in `SoftmaxTokenChoiceRouter`, by the entries of the plan.
         num_iterations: int, number of Sinkhorn iterations.
         combine: `"softmax"` (gates are probabilities, the plan has no gradient) or
