@@ -99,6 +99,15 @@ def test_multiply_adds_of_a_soft_layer(layers):
     assert layers.multiply_adds(products) == 2 * (3 * 5 * 192 * 3 + 2 * 192 * 3 * 7)
 
 
+@pytest.mark.parametrize("option", [["--rounds", "0"], ["--shapes", "huge"]])
+def test_wrong_options_are_refused(benchmark, capsys, option):
+    with pytest.raises(SystemExit):
+        benchmark("run").main(option)
+    message = capsys.readouterr().err
+    assert option[0] in message
+    assert option[1] in message
+
+
 def test_the_soft_moe_runs_beside_its_twin(benchmark, tiny_models):
     models, shapes = tiny_models
     patience = benchmark("timing").Patience(rounds=1)
@@ -106,6 +115,27 @@ def test_the_soft_moe_runs_beside_its_twin(benchmark, tiny_models):
     assert [row["pass"] for row in rows] == ["forward", "fit", "fit"]
     for row in rows:
         check_times(row, ["soft_moe", "dense_twin"])
+
+
+def test_twins_differ_in_their_experts_alone(tiny_models):
+    models, shapes = tiny_models
+    moe, dense = models.soft_moe(shapes), models.backbone(shapes)
+    assert moe.moe_layers == (1,)
+    differing = {
+        name
+        for name, value in moe.get_config().items()
+        if value != dense.get_config()[name]
+    }
+    assert differing == {"name", "moe_layers", "router", "equal_experts"}
+
+
+def test_our_dense_vit_is_as_large_as_that_of_keras_hub(benchmark, tiny_models):
+    models, shapes = tiny_models
+    images, _ = models.data(shapes)
+    ours = models.dense_vit(shapes)
+    theirs = benchmark("rivals").keras_hub_vit(**shapes.vit)
+    assert ours.count_params() == theirs.count_params()
+    assert ours(images).shape == theirs(images).shape == (8, 5, 8)
 
 
 @pytest.fixture
@@ -159,6 +189,23 @@ def test_soft_moe_pytorch_is_our_layer_on_normalized_tokens(equal_rival):
     tokens = ops.convert_to_tensor(tokens, "float32")
     # The exact GELU and its approximation differ by up to 5e-4.
     assert_near(to_numpy(ours(tokens)), to_numpy(theirs(tokens)), atol=1e-3)
+
+
+def test_steps_beside_their_bounds(benchmark, monkeypatch):
+    module = benchmark("steps")
+    monkeypatch.setattr(module, "DTYPE", "float32")
+    (row,) = module.measure("vit_tiny_patch4_32_glyphs", [2], rounds=1)
+    # A CPU has neither bounds nor a counter of its memory.
+    assert row.keys() == {"images", "ms", "first_call_s", "peak_gb"}
+    assert row["ms"] > 0
+    few, many = (
+        module.bounds(module.PRESET, images, module.DEVICES["H100"])["bounds_ms"]
+        for images in (8, 64)
+    )
+    # The update of all experts takes the same time for any batch, all else grows.
+    assert few["weights"] == many["weights"] > few["products"]
+    np.testing.assert_allclose(many["products"], 8 * few["products"])
+    assert many["activations"] > few["activations"]
 
 
 def test_contests_take_turns(benchmark):

