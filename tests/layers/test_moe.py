@@ -220,7 +220,7 @@ def test_wrong_rank(layer, shape):
 
 def test_more_choices_than_experts():
     with pytest.raises(
-        ValueError, match="number of experts, 4.*num_selected_experts=5"
+        ValueError, match="between 1 and 4.*num_selected_experts=5"
     ):
         routers.SoftmaxTokenChoiceRouter(4, num_selected_experts=5)
 

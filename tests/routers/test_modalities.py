@@ -135,7 +135,7 @@ LOAD = [routers.RoutingLoss(ops.load_loss, "text")]
     "arguments, message",
     [
         ({"num_experts": 0}, "positive integer.*num_experts=0"),
-        ({"num_selected_experts": 5}, "number of experts, 4.*num_selected_experts=5"),
+        ({"num_selected_experts": 5}, "between 1 and 4.*num_selected_experts=5"),
         (
             {"priority": "best"},
             "'sum'.*'image_first', 'text_first'.*priority='best'",
@@ -198,7 +198,7 @@ def test_bad_argument(arguments, message):
             {"kept_experts": (0, 1, 2)},
             r"kept experts.*kept_experts=\(0, 1, 2\), num_experts=2",
         ),
-        ({"num_selected_experts": 3}, "number of experts, 2.*num_selected_experts=3"),
+        ({"num_selected_experts": 3}, "between 1 and 2.*num_selected_experts=3"),
     ],
 )
 def test_bad_pruning(arguments, message):
