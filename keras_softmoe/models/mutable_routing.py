@@ -162,8 +162,8 @@ def _check_run(model, step):
     if sharded is not None:
         warnings.warn(
             "This model is sharded over devices, but no distribution that shards "
-            "models is active: every step gathers the weights of all experts. Set that "
-            "under which it was built: `keras.distribution.set_distribution`. Received: "
+            "models is active: every step gathers the weights of all experts. Use the "
+            "one of its construction (`keras.distribution.set_distribution`). Received: "
             f"{sharded!r}, distribution={distribution}.",
             stacklevel=5,
         )
