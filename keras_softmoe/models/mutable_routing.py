@@ -163,7 +163,7 @@ def _check_run(model, step):
         warnings.warn(
             "This model is sharded over devices, but no distribution that shards "
             "models is active: every step gathers the weights of all experts. Use the "
-            "one of its construction (`keras.distribution.set_distribution`). Received: "
+            "one it was built in (`keras.distribution.set_distribution`). Received: "
             f"{sharded!r}, distribution={distribution}.",
             stacklevel=5,
         )

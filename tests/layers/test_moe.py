@@ -219,9 +219,7 @@ def test_wrong_rank(layer, shape):
 
 
 def test_more_choices_than_experts():
-    with pytest.raises(
-        ValueError, match="between 1 and 4.*num_selected_experts=5"
-    ):
+    with pytest.raises(ValueError, match="between 1 and 4.*num_selected_experts=5"):
         routers.SoftmaxTokenChoiceRouter(4, num_selected_experts=5)
 
 

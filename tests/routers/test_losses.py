@@ -220,9 +220,7 @@ def test_bad_threshold(arguments, message):
 def test_bad_entropy_losses():
     with pytest.raises(ValueError, match="soft_minimum=0.0"):
         routers.entropy_losses(4, text_experts=0.0)
-    with pytest.raises(
-        ValueError, match="between 1 and 4.*num_selected_experts=5"
-    ):
+    with pytest.raises(ValueError, match="between 1 and 4.*num_selected_experts=5"):
         routers.entropy_losses(4, num_selected_experts=5)
 
 
