@@ -374,9 +374,11 @@ def _check_experts(mlp_dim, expert, activation, gated, shared_mlp_dim, **of_mlps
     """
     check_bools(gated=gated)
     if (mlp_dim is None) == (expert is None):
+        given = {} if expert is None else {"expert": expert}
         raise ValueError(
-            "Experts are MLPs of a hidden width, `mlp_dim`, or copies of a layer, "
-            f"`expert`: pass one of the two. {received(mlp_dim=mlp_dim, expert=expert)}"
+            "Either `mlp_dim` must be the hidden width of experts that are MLPs, or "
+            "`expert` a layer that they copy. Pass one of the two. "
+            + received(mlp_dim=mlp_dim, **given)
         )
     if expert is None:
         check_whole_numbers(1, mlp_dim=mlp_dim)
