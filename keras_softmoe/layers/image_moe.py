@@ -67,13 +67,15 @@ class ImageMoE(MoE):
         means, images, valid = images_as_tokens(x, mask)
         num_experts = self.router.num_experts
         tokens, valid, counts = group(means, valid, self.group_images, num_experts)
+        sharded = is_distributed()
+        if sharded:
+            self._check_groups(x.shape[0], tokens.shape[0])
         routing, rows = self._route(tokens, valid, counts, training)
         # The images themselves, in the same groups: (G, group_images, S * D)
         slots, _, _ = group(images, None, self.group_images, num_experts)
         if self.dispatch_dtype:
             slots = self._rounded(slots)
         # (G, E, C, S * D)
-        sharded = is_distributed()
         slots = dispatch(slots, routing, sharded)
         slots = slots_of_images(
             self.experts, slots, self._map_shape, training=training, **rows

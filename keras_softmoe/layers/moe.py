@@ -233,6 +233,11 @@ class MoE(Layer):
                 f"`capacity_factor={factor:g}` keeps every token, too."
             )
 
+    def _check_groups(self, batch, num_groups):
+        """Check a call under a distribution, which may not be that of `build`."""
+        self._check_placement()
+        groups.warn_of_split_groups(self, batch, num_groups)
+
     def call(self, inputs, mask=None, training=None, modalities=()):
         sharded = is_distributed()
         # 1. Sequences: (B, ..., D) -> (B, S, D), with zeros for padding
@@ -242,8 +247,7 @@ class MoE(Layer):
             x, mask, self.group_images, self.router.num_experts
         )
         if sharded:
-            self._check_placement()
-            groups.warn_of_split_groups(self, x.shape[0], tokens.shape[0])
+            self._check_groups(x.shape[0], tokens.shape[0])
         # 3. Route: which tokens fill which slots, and with which gates
         routing, rows = self._route(tokens, valid, counts, training, modalities)
         # 4. Dispatch: (G, S, D) -> (G, E, C, D), or (N, D) rows sorted by expert

@@ -225,6 +225,15 @@ def test_a_distribution_refuses_it(monkeypatch):
         layer(normal(SHAPE))
 
 
+def test_a_distribution_refuses_whole_images(monkeypatch):
+    router = routers.SoftmaxTokenChoiceRouter(4, 2, capacity_factor=None)
+    layer = layers.ImageMoE(router, 12, group_images=2)
+    layer(normal(SHAPE))
+    monkeypatch.setattr("keras_softmoe.layers.image_moe.is_distributed", lambda: True)
+    with pytest.raises(ValueError, match="`capacity_factor=2` keeps every token, too"):
+        layer(normal(SHAPE))
+
+
 def test_a_file_refuses_it(tmp_path):
     backbone = ksm.models.ViTMoEBackbone(
         image_shape=(8, 8, 3),
