@@ -18,6 +18,7 @@ from keras_softmoe.ops.numbers import (
     Constant,
     count_true,
     positions,
+    tensor,
     uniform,
     where,
 )
@@ -82,7 +83,7 @@ def token_choice(
         >>> np.asarray(token)[0, :, 0]  # token 1 is dropped: expert 0 is full
         array([0, 2], dtype=int32)
     """
-    scores = ops.convert_to_tensor(scores)
+    scores, valid = tensor(scores), tensor(valid)
     check_num_selected_experts(num_selected_experts, scores.shape[-1])
     if isinstance(priority, str):
         check_priority(priority)
@@ -91,7 +92,7 @@ def token_choice(
     # Not every backend can sort NaN.
     scores = zero_padding(scores, valid)
     if not isinstance(priority, str) and valid is not None:
-        priority = where(valid, ops.convert_to_tensor(priority), 0)
+        priority = where(valid, priority, 0)
     # (G, S, K), best expert first
     chosen = top_indices(scores, num_selected_experts, sharded)
     return assign_choices(
@@ -203,7 +204,7 @@ def expert_choice(
         >>> np.asarray(token)[0]  # expert 1 takes token 1 as well
         array([[0, 1], [2, 1]], dtype=int32)
     """
-    scores = ops.convert_to_tensor(scores)
+    scores, valid = tensor(scores), tensor(valid)
     num_tokens = scores.shape[1]
     _check_capacity(capacity)
     if capacity > num_tokens:

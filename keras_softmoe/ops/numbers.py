@@ -51,8 +51,17 @@ def _finfo(dtype):
     return ml_dtypes.finfo(keras.backend.standardize_dtype(dtype))
 
 
+def tensor(x):
+    """Return `keras.ops.convert_to_tensor(x)`; a tensor, or `None`, as it is.
+
+    On PyTorch the conversion of a tensor takes as long as an operation.
+    """
+    return x if x is None or ops.is_tensor(x) else ops.convert_to_tensor(x)
+
+
 def where(condition, x, number):
     """Return `keras.ops.where(condition, x, number)` in the dtype of `x`."""
+    x, condition = tensor(x), tensor(condition)
     if keras.backend.backend() == "torch":
         return x.masked_fill(~condition, number)
     return ops.where(condition, x, ops.convert_to_tensor(number, x.dtype))
@@ -63,6 +72,13 @@ def at_least(x, number):
     if keras.backend.backend() == "torch":
         return x.clamp(min=number)
     return ops.maximum(x, ops.convert_to_tensor(number, x.dtype))
+
+
+def clip(x, largest):
+    """Return `keras.ops.clip(x, -largest, largest)`."""
+    if keras.backend.backend() == "torch":
+        return x.clamp(-largest, largest)
+    return ops.clip(x, -largest, largest)
 
 
 # The dtype of indices. PyTorch converts others in every operation that uses them.
