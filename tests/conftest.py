@@ -134,15 +134,18 @@ def quick_loops(monkeypatch):
 
         from keras_softmoe.ops import transport as _transport
 
-        loop = _transport.repeat
+        def quick(loop):
+            def run_all(step, count, start):
+                def run(start):
+                    return loop(step, count, start)
 
-        def repeat(step, count, start):
-            def run(start):
-                return loop(step, count, start)
+                return (tf.function(run) if count > 50 else run)(start)
 
-            return (tf.function(run) if count > 50 else run)(start)
+            return run_all
 
-        monkeypatch.setattr(_transport, "repeat", repeat)
+        for name in ("repeat", "_trace"):
+            loop = getattr(_transport, name)
+            monkeypatch.setattr(_transport, name, quick(loop))
 
 
 @pytest.fixture
@@ -162,6 +165,10 @@ def set_noise(monkeypatch):
             )
 
         monkeypatch.setattr(keras.random, "normal", normal)
+        # On PyTorch noise has a generator of its own.
+        from keras_softmoe.ops import numbers
+
+        monkeypatch.setattr(numbers, "_generator", lambda *_: None, raising=False)
         return remaining
 
     return install

@@ -121,6 +121,7 @@ def assign_choices(
     # 1. The order of the queue, (G, S) tokens, or (G, K * S) choices if these have
     # priorities; `None` for their own order
     rank = order = None
+    by_pairs = isinstance(priority, str) and priority == "pair"
     if not isinstance(priority, str):
         rank = ops.convert_to_tensor(priority)
     elif priority != "position":
@@ -134,7 +135,7 @@ def assign_choices(
         chosen = where(valid[..., None], chosen, num_experts)
     # (G, K * S), all first choices, all second ones, ...
     chosen = _by_choice(chosen)
-    if priority == "pair":
+    if by_pairs:
         order = top_indices(_by_choice(chosen_scores), num_choices, sharded)
         chosen = take_along(chosen, order, axis=1)
     elif rank is not None:
@@ -157,10 +158,10 @@ def assign_choices(
     index = reshape((start + slots) % num_choices, (-1, num_experts * capacity))
     # (G, E * C), the place in the queue of the choice in the slot, and its token
     token = take_along(queue, index, axis=1)
-    token = token % (num_choices if priority == "pair" else num_tokens)
+    token = token % (num_choices if by_pairs else num_tokens)
     if order is not None:
         token = take_along(order, token, axis=1)
-        token = token % num_tokens if priority == "pair" else token
+        token = token % num_tokens if by_pairs else token
     token = reshape(token, (-1, num_experts, capacity))
     return ops.cast(token * ops.cast(filled, token.dtype), "int32"), filled
 

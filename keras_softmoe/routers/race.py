@@ -96,7 +96,7 @@ class ExpertRaceRouter(SparseRouter):
             lowest = where(has_tokens, lowest, 0.0)
             mean = keras.ops.sum(lowest) / at_least(groups, 1.0)
             is_any = keras.ops.cast(groups > 0, lowest.dtype)
-        count = self.num_thresholds + is_any
+        count = keras.ops.convert_to_tensor(self.num_thresholds) + is_any
         # The mean of all steps, until a moving average has seen enough of them
         rate = 1.0 - self.assignment.threshold_momentum
         rate = at_least(1.0 / at_least(count, 1.0), rate)

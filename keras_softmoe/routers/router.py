@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike
 from keras_softmoe.checks import check_whole_numbers, quote, received
 from keras_softmoe.keras_adapter.layers import Layer, is_in_training_mode
 from keras_softmoe.ops import ChoiceRouting, DenseRouting, SlotRouting, combine
+from keras_softmoe.ops.numbers import positions, tensor
 from keras_softmoe.ops.selection import zero_padding
 from keras_softmoe.routers.recording import is_recording, note
 from keras_softmoe.sharding.constraints import check_divides_experts, is_distributed
@@ -134,6 +135,7 @@ class Router(Layer):
         is_symbolic = isinstance(tokens, keras.KerasTensor)
         if summarize and not is_symbolic:
             # Layers have done so. A NaN in padding would enter all gradients.
+            valid = tensor(valid)
             tokens = zero_padding(tokens, valid)
         decision = super().__call__(tokens, valid=valid, **kwargs)
         if not isinstance(decision, Decision):
@@ -200,22 +202,20 @@ class Router(Layer):
             filled = ops.cast(routing.filled, "float32")
             # Ones in all filled slots, combined: the slots of each token, (G, S)
             slots_of_token = combine(
-                ops.expand_dims(filled, -1),
+                filled[..., None],
                 routing._replace(gate=filled),
                 num_tokens,
                 sharded=is_distributed(),
             )[..., 0]
-            dropped = ops.logical_and(ops.equal(slots_of_token, 0.0), valid)
+            dropped = (slots_of_token == 0.0) & valid
             found |= {"load": ops.sum(filled, axis=-1), "dropped": dropped}
         elif isinstance(routing, ChoiceRouting):
-            experts = ops.arange(routing.count.shape[0], dtype="int32")
+            experts = positions(routing.count.shape[0], routing.expert)
             # Which choice of which token is for which expert, (G, S, K, E). There are
             # no slots to overflow: only tokens that `keep_fraction` skips are dropped.
-            taken = ops.equal(ops.expand_dims(routing.expert, -1), experts)
-            taken = ops.logical_and(taken, ops.expand_dims(routing.kept, -1))
-            taken = ops.cast(taken, "float32")
-            skipped = ops.logical_not(ops.any(routing.kept, axis=-1))
-            dropped = ops.logical_and(skipped, valid)
+            taken = routing.expert[..., None] == ops.cast(experts, "int32")
+            taken = ops.cast(taken & routing.kept[..., None], "float32")
+            dropped = ~ops.any(routing.kept, axis=-1) & valid
             found |= {"load": ops.sum(taken, axis=(1, 2)), "dropped": dropped}
         if "auxiliary_loss" not in summary:
             zeros = ops.zeros_like(tokens[:, 0, 0])

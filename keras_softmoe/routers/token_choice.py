@@ -123,7 +123,8 @@ class SoftmaxTokenChoiceRouter(SparseRouter):
         # With accumulated gradients one move follows the choices of all their calls.
         every = self.scores.bias_update_every
         if every > 1:
-            load, calls = self.load + load, self.calls + 1.0
+            load = self.load + load
+            calls = keras.ops.convert_to_tensor(self.calls) + 1.0
             is_due = calls >= every
             self.load.assign(where(~is_due, load, 0.0))
             self.calls.assign(where(~is_due, calls, 0.0))

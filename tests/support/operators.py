@@ -10,7 +10,6 @@ import contextlib
 import sys
 import traceback
 
-import keras
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -100,7 +99,7 @@ class Operators(TorchDispatchMode):
 
     Attributes:
         names: `collections.Counter` of their names.
-        copies, waits: lists of the stacks of those that copy to a device or wait for it.
+        copies, waits: lists of the places of those that copy to a device, or wait.
         places: list of names and the line of the library that calls each.
     """
 
