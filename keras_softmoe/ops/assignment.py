@@ -95,9 +95,10 @@ def token_choice(
         priority = where(valid, priority, 0)
     # (G, S, K), best expert first
     chosen = top_indices(scores, num_selected_experts, sharded)
-    return assign_choices(
+    token, filled = assign_choices(
         scores, chosen, capacity, priority, valid, keep_fraction, seed, sharded
     )
+    return ops.cast(token, "int32"), filled
 
 
 def assign_choices(
@@ -110,9 +111,9 @@ def assign_choices(
     seed=None,
     sharded=False,
 ):
-    """Return the slots of given choices, see `token_choice`.
+    """Return the slots of given choices, see `token_choice`; indices are of `INDEX`.
 
-    `chosen` is `(G, S, K)` int32, the experts of each token, best first.
+    `chosen` is `(G, S, K)`, the experts of each token, best first.
     """
     _, num_tokens, num_experts = scores.shape
     num_selected_experts = chosen.shape[-1]
@@ -134,13 +135,15 @@ def assign_choices(
         # Padding chooses a dummy expert E, and so takes no slot.
         chosen = where(valid[..., None], chosen, num_experts)
     # (G, K * S), all first choices, all second ones, ...
-    chosen = _by_choice(chosen)
     if by_pairs:
         order = top_indices(_by_choice(chosen_scores), num_choices, sharded)
-        chosen = take_along(chosen, order, axis=1)
+        chosen = take_along(_by_choice(chosen), order, axis=1)
     elif rank is not None:
         order = top_indices(rank, num_tokens, sharded)
-        chosen = _reorder(chosen, order)
+        index = ops.broadcast_to(order[..., None], ops.shape(chosen))
+        chosen = _by_choice(take_along(chosen, index, axis=1))
+    else:
+        chosen = _by_choice(chosen)
 
     # 2. Sorting by (expert, place in the queue) groups the choices by expert, in the
     # order of assignment. Keys are unique, so the backend's rule for ties does not
@@ -163,7 +166,7 @@ def assign_choices(
         token = take_along(order, token, axis=1)
         token = token % num_tokens if by_pairs else token
     token = reshape(token, (-1, num_experts, capacity))
-    return ops.cast(token * ops.cast(filled, token.dtype), "int32"), filled
+    return where(filled, token, 0), filled
 
 
 def kept_tokens(scores, chosen, priority, keep_fraction, valid=None, seed=None):
@@ -213,18 +216,24 @@ def expert_choice(
             "`capacity` must be at most the number of tokens in a group, "
             f"{num_tokens}. Received: capacity={capacity}. Use larger groups."
         )
+    token, filled = best_tokens(scores, capacity, valid, sharded)
+    return ops.cast(token, "int32"), filled
+
+
+def best_tokens(scores, capacity, valid=None, sharded=False):
+    """Return the slots of experts that choose, see `expert_choice`; of `INDEX`."""
     # (G, E, S)
     scores = ops.transpose(scores, (0, 2, 1))
     if valid is not None:
-        valid = ops.expand_dims(valid, 1)
+        valid = valid[:, None]
         scores = with_real_first(scores, valid)
     # (G, E, C)
     token = top_indices(scores, capacity, sharded)
     if valid is None:
-        return ops.cast(token, "int32"), ops.ones_like(token, dtype="bool")
+        return token, ops.ones_like(token, dtype="bool")
     # By the mask: scores of tokens may be -inf, too.
     filled = take_along(ops.broadcast_to(valid, ops.shape(scores)), token, axis=-1)
-    return ops.cast(where(filled, token, 0), "int32"), filled
+    return where(filled, token, 0), filled
 
 
 def gates_of_slots(scores, token, filled):
@@ -307,18 +316,6 @@ def _rank_tokens(chosen_scores, priority, seed):
         return ops.sum(chosen_scores, axis=-1)
     # Choices come best first.
     return chosen_scores[..., 0]
-
-
-def _reorder(chosen, order):
-    """Return `(G, K * S)` choices with tokens in another order, `(G, S)`."""
-    num_tokens = order.shape[1]
-    num_choices = chosen.shape[1] // num_tokens
-    if num_choices == 1:
-        return take_along(chosen, order, axis=1)
-    # The same order of tokens among all first choices, all second, ...
-    start = positions(num_choices, order)[:, None] * num_tokens
-    index = reshape(start + order[:, None], (-1, num_choices * num_tokens))
-    return take_along(chosen, index, axis=1)
 
 
 def _best_tokens(chosen, rank, keep_fraction, valid, sharded):

@@ -63,6 +63,8 @@ def where(condition, x, number):
     """Return `keras.ops.where(condition, x, number)` in the dtype of `x`."""
     x, condition = tensor(x), tensor(condition)
     if keras.backend.backend() == "torch":
+        if number == 0 and not x.is_floating_point():
+            return x * condition
         return x.masked_fill(~condition, number)
     return ops.where(condition, x, ops.convert_to_tensor(number, x.dtype))
 
@@ -99,6 +101,15 @@ def count_true(mask, axis, keepdims=False, dtype=INDEX):
     return ops.sum(ops.cast(mask, dtype), axis=axis, keepdims=keepdims)
 
 
+def variance_and_mean(x):
+    """Return the variance and the mean over the last axis, which is kept."""
+    if keras.backend.backend() == "torch" and x.shape[0]:
+        return torch.var_mean(x, -1, correction=0, keepdim=True)
+    mean = ops.mean(x, axis=-1, keepdims=True)
+    # Not `ops.var`, with which PyTorch warns of an empty batch.
+    return ops.mean(ops.square(x - mean), axis=-1, keepdims=True), mean
+
+
 class Constant:
     """An array of fixed values, which PyTorch copies to each device once."""
 
@@ -122,16 +133,18 @@ class Constant:
 # === Noise ===
 
 
-def normal_like(x: Tensor, seed: keras.random.SeedGenerator) -> Tensor:
+def normal_like(
+    x: Tensor, seed: keras.random.SeedGenerator, stddev: float = 1.0
+) -> Tensor:
     """Return normal noise of the shape and dtype of a tensor."""
     if keras.backend.backend() == "torch":
         if torch.compiler.is_compiling():
-            return _draw(seed.state.value, x)
+            return stddev * _draw(seed.state.value, x)
         if generator := _generator(seed, x):
             known = {"generator": generator, "dtype": x.dtype, "device": x.device}
-            return torch.normal(0.0, 1.0, x.shape, **known)
+            return torch.normal(0.0, stddev, x.shape, **known)
     dtype = keras.backend.standardize_dtype(x.dtype)
-    return keras.random.normal(ops.shape(x), dtype=dtype, seed=seed)
+    return keras.random.normal(ops.shape(x), stddev=stddev, dtype=dtype, seed=seed)
 
 
 def uniform(shape, like, seed):

@@ -11,9 +11,9 @@ from keras import ops
 
 from keras_softmoe.ops.assignment import check_num_selected_experts
 from keras_softmoe.ops.kernels import float32_at_least
-from keras_softmoe.ops.numbers import at_least, positions, tiny
+from keras_softmoe.ops.numbers import at_least, positions, tiny, variance_and_mean
 from keras_softmoe.ops.selection import (
-    smallest_entry,
+    last_of_top,
     top_indices,
     top_values,
     zero_padding,
@@ -88,9 +88,7 @@ def load_loss(
         )
     logits, noisy_logits = (_counted(x, valid) for x in (logits, noisy_logits))
     # (G, S, 1), the smallest logit of a chosen expert
-    chosen = top_values(noisy_logits, num_selected_experts, sharded)
-    # Not `chosen[..., -1:]`: XLA would replace `top_k` and the slice by a full sort.
-    threshold = smallest_entry(chosen)
+    threshold = last_of_top(noisy_logits, num_selected_experts, sharded)
     # (G, S, E), the chance that new noise lifts the clean logit over the threshold
     normal = (logits - threshold) / (noise_std * 2**0.5)
     # Twice the chance, which varies as much
@@ -393,10 +391,9 @@ def _mean_over_tokens(values, valid):
 
 def _squared_variation(values):
     """Return `(std / mean) ** 2` over the last axis; zero if all values are zero."""
-    mean = ops.mean(values, axis=-1, keepdims=True)
-    # Not `ops.var`, with which PyTorch warns of an empty batch.
-    varied = (values - mean) / at_least(mean, math.sqrt(tiny(mean)))
-    return ops.mean(ops.square(varied), axis=-1)
+    variance, mean = variance_and_mean(values)
+    squared = ops.square(mean)
+    return (variance / at_least(squared, tiny(squared)))[..., 0]
 
 
 def _entropy(probs, keepdims=False):

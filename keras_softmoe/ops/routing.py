@@ -149,7 +149,7 @@ def to_dense(routing: Routing, num_tokens: int) -> DenseRouting:
     token, filled, gate = map(ops.convert_to_tensor, routing)
     tokens = reshape(positions(num_tokens, token), (num_tokens, 1, 1))
     # (G, S, E, C)
-    assigned = (token[:, None] == ops.cast(tokens, token.dtype)) & filled[:, None]
+    assigned = (token[:, None] == tokens) & filled[:, None]
     dispatch = ops.cast(assigned, gate.dtype)
     return DenseRouting(dispatch, dispatch * gate[:, None])
 
@@ -284,8 +284,8 @@ def _merge_slots(weights):
 def _row_of_slot(routing, num_tokens):
     """Return the `(E * G * C,)` rows of the slots in the `(G * S, D)` tokens."""
     token = ops.convert_to_tensor(routing.token)
-    groups = ops.cast(positions(ops.shape(token)[0], token), token.dtype)
-    return reshape(_experts_first(token + groups[:, None, None] * num_tokens), (-1,))
+    first = positions(ops.shape(token)[0], token)[:, None, None] * num_tokens
+    return reshape(_experts_first(token + first), (-1,))
 
 
 def _experts_first(x):
@@ -333,7 +333,7 @@ def to_slots(routing, num_tokens):
     """Return `token`, `filled` and `gate` of a `ChoiceRouting` with `S` slots."""
     experts = positions(routing.count.shape[0], routing.expert)
     # (G, S, K, E)
-    of_expert = routing.expert[..., None] == ops.cast(experts, "int32")
+    of_expert = routing.expert[..., None] == experts
     gate = routing.gate[..., None] * ops.cast(of_expert, routing.gate.dtype)
     # (G, S, E): a token chooses no expert twice.
     gate = ops.sum(gate, axis=2)

@@ -39,6 +39,15 @@ def top_values(x, k, sharded=False):
     return ops.top_k(x, k)[0]
 
 
+def last_of_top(x, k, sharded=False):
+    """Return the last of the `k` largest entries of the last axis, which is kept."""
+    found = top_values(x, k, sharded)
+    if keras.backend.backend() == "torch":
+        return found[..., -1:]
+    # Not the slice: XLA would replace `top_k` and a slice by a full sort.
+    return smallest_entry(found)
+
+
 def top_indices(scores, k, sharded=False):
     """Return the indices of the `k` largest entries of the last axis, of `INDEX`.
 

@@ -10,10 +10,10 @@ from keras_softmoe.checks import (
     check_numbers,
     check_whole_numbers,
 )
-from keras_softmoe.ops import expert_choice
 from keras_softmoe.ops.assignment import (
     PRIORITIES,
     assign_choices,
+    best_tokens,
     check_keep_fraction,
     check_num_selected_experts,
     kept_tokens,
@@ -21,10 +21,9 @@ from keras_softmoe.ops.assignment import (
 from keras_softmoe.ops.kernels import reshape
 from keras_softmoe.ops.numbers import at_least, count_true, tiny, where
 from keras_softmoe.ops.selection import (
-    smallest_entry,
+    last_of_top,
     take_along,
     top_indices,
-    top_values,
     with_real_first,
 )
 from keras_softmoe.routers.scores import live, policy
@@ -70,7 +69,7 @@ class ExpertChoice:
             seed: `keras.random.SeedGenerator`.
             sharded: bool, see `ops.token_choice`.
         """
-        return expert_choice(selection, slots, valid, sharded)
+        return best_tokens(selection, slots, valid, sharded)
 
     def gates(self, scores, chosen):
         """Return the `(G, S, E)` weights from which gates are taken."""
@@ -177,8 +176,7 @@ class Race(ExpertChoice):
         if valid is None:
             pairs = reshape(scores, (-1, num_tokens * num_experts))
             count = num_tokens * self.num_selected_experts
-            found = smallest_entry(top_values(pairs, count, sharded))
-            return found[..., None]
+            return last_of_top(pairs, count, sharded)[..., None]
         # The number of winners differs between groups: sort all pairs, padding last,
         # and look up the last winner of each group.
         scores = with_real_first(scores, ops.expand_dims(valid, -1))
@@ -194,7 +192,7 @@ class Race(ExpertChoice):
         return won if valid is None else won & valid[..., None]
 
     def assign(self, selection, chosen, slots, valid, masks, seed, sharded):
-        token, filled = expert_choice(selection, slots, valid, sharded)
+        token, filled = best_tokens(selection, slots, valid, sharded)
         # Winners in the slots of their expert, the best first; others leave theirs
         # empty. (G, E, S)
         won = ops.transpose(chosen, (0, 2, 1))

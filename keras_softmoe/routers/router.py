@@ -213,7 +213,7 @@ class Router(Layer):
             experts = positions(routing.count.shape[0], routing.expert)
             # Which choice of which token is for which expert, (G, S, K, E). There are
             # no slots to overflow: only tokens that `keep_fraction` skips are dropped.
-            taken = routing.expert[..., None] == ops.cast(experts, "int32")
+            taken = routing.expert[..., None] == experts
             taken = ops.cast(taken & routing.kept[..., None], "float32")
             dropped = ~ops.any(routing.kept, axis=-1) & valid
             found |= {"load": ops.sum(taken, axis=(1, 2)), "dropped": dropped}

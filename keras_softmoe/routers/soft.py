@@ -197,8 +197,8 @@ class SoftRouter(Router):
             # Dividing the products is cheaper than dividing the tokens.
             logits = logits * _inverse_norm(tokens, axis=-1)
         if training and self.noise_std:
-            noise = normal_like(logits, self.seed_generator)
-            logits = logits + self.noise_std * noise
+            noise = normal_like(logits, self.seed_generator, self.noise_std)
+            logits = logits + noise
         return logits
 
     def get_config(self):

@@ -164,8 +164,8 @@ class SparseRouter(Router, PolicySettings):
         logits = noisy_logits = self._logits(tokens, masks)
         # 2. Noise, in training only: tokens also try experts that are not their best.
         if training and self.scores.noise_std:
-            noise = normal_like(logits, self.seed_generator)
-            noisy_logits = logits + self._logits_std * noise
+            noise = normal_like(logits, self.seed_generator, self._logits_std)
+            noisy_logits = logits + noise
         # 3. Probabilities: over the experts, from the logits with noise, (G, S, E)
         unpruned = probabilities = self.scores.probabilities(noisy_logits)
         if self.modalities is not None:
@@ -200,7 +200,8 @@ class SparseRouter(Router, PolicySettings):
             )
             if limit is not None:
                 token, filled = _first_slots(token, filled, limit)
-            routing = SlotRouting(token, filled, gates_of_slots(gates, token, filled))
+            gate = gates_of_slots(gates, token, filled)
+            routing = SlotRouting(ops.cast(token, "int32"), filled, gate)
         summary = {
             "logits": logits,
             "probabilities": probabilities,
