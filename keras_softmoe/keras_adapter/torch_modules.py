@@ -1,4 +1,4 @@
-"""Layers as PyTorch modules: names of weights, dtypes and `train()`."""
+"""Layers as PyTorch modules: names of weights, dtypes, `train()`, and quick calls."""
 
 import functools
 import warnings
@@ -6,6 +6,7 @@ import warnings
 import keras
 import torch
 from keras.src.backend.common import global_state
+from keras.src.backend.common.variables import AutocastScope
 from keras.src.backend.torch.layer import TorchLayer
 
 from keras_softmoe.keras_adapter.names import named_weights
@@ -135,4 +136,66 @@ def is_in_training_mode(layer):
     layers = [layer, context.entry_layer] if context else [layer]
     return any(vars(x).get("_is_set_to_train") for x in layers) and (
         context is None or context.get_value("training") is None
+    )
+
+
+# === Calls of layers inside of other layers ===
+
+_NO_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+
+
+def quick(keras_call):
+    """Return `Layer.__call__` without the steps that change nothing inside of a call.
+
+    PyTorch runs each call as it comes, and the steps of Keras (conversions, signatures,
+    scopes, masks, modules) cost ten times the operators of a small layer. They are left
+    out for a built layer that another one calls with tensors, unless there is a mask to
+    pass on, a hook, a distribution, a quantized kernel or rematerialization.
+    Would be replaced by: a `Layer.__call__` of Keras that checks for what it needs.
+    """
+
+    @functools.wraps(keras_call)
+    def call(layer, *args, **kwargs):
+        context = global_state.get_global_attribute("current_call_ctx")
+        if context is None or not _is_plain(layer):
+            return keras_call(layer, *args, **kwargs)
+        # As Keras: floats in the dtype of the layer, weights in that of the scope
+        compute_dtype = layer.compute_dtype
+        dtype, tensors = getattr(torch, compute_dtype), []
+        for x in args:
+            if not isinstance(x, torch.Tensor) or "_keras_mask" in vars(x):
+                return keras_call(layer, *args, **kwargs)
+            is_other = x.dtype != dtype and x.is_floating_point()
+            tensors.append(x.to(dtype) if is_other else x)
+        training = context.get_value("training")
+        if kwargs:
+            known = kwargs.get("training")
+            if kwargs.get("mask") is not None or known not in (None, training):
+                return keras_call(layer, *args, **kwargs)
+        if not layer._call_has_training_arg:
+            kwargs.pop("training", None)
+        elif training is not None:
+            kwargs["training"] = training
+        scope = global_state.get_global_attribute("autocast_scope")
+        scope_dtype = layer.variable_dtype if scope is None else scope.dtype
+        if scope_dtype == compute_dtype:
+            return layer.call(*tensors, **kwargs)
+        with AutocastScope(compute_dtype):
+            return layer.call(*tensors, **kwargs)
+
+    return call
+
+
+def _is_plain(layer):
+    """Return whether `Layer.__call__` has no work for a layer besides its `call`."""
+    held = vars(layer)
+    return (
+        layer.built
+        and layer.autocast
+        and layer.quantization_mode is None
+        and layer._remat_mode is None
+        and layer.activity_regularizer is None
+        and keras.distribution.distribution() is None
+        and layer._call_context_args == {"training"}
+        and not any(held[name] for name in _NO_HOOKS)
     )

@@ -6,7 +6,7 @@ import keras
 
 from keras_softmoe.checks import check_num_heads, check_numbers, check_whole_numbers
 from keras_softmoe.keras_adapter.layers import Layer
-from keras_softmoe.ops.kernels import affine, attend, reshape
+from keras_softmoe.ops.kernels import affine, attend, normalize, reshape
 from keras_softmoe.ops.selection import zero_padding
 
 
@@ -92,7 +92,8 @@ class Attention(Layer):
         value = _project(self.value, tokens, *heads)
         if self.use_qk_norm:
             # Their products then stay small in large models, and training is stable.
-            query, key = self.query_norm(query), self.key_norm(key)
+            query = normalize(self.query_norm, query)
+            key = normalize(self.key_norm, key)
         # Each head averages the values by its own weights, (B, Q, heads, head_dim)
         means = attend(query, key, value, tokens_mask)
         return _project(self.attention_output, means, width)
@@ -114,11 +115,12 @@ def _project(dense, x, *outputs):
         return dense(x)
     # Heads side by side are one matrix: a single product of all tokens
     num_tokens, width = x.shape[1], math.prod(outputs)
-    projected = affine(
-        reshape(x, (-1, num_tokens, width)),
-        reshape(dense.kernel, (width, width)),
-        reshape(dense.bias, (width,)),
-    )
+    if len(x.shape) == 4:
+        x = reshape(x, (-1, num_tokens, width))
+    kernel = reshape(dense.kernel, (width, width))
+    projected = affine(x, kernel, reshape(dense.bias, (width,)))
+    if len(outputs) == 1:
+        return projected
     return reshape(projected, (-1, num_tokens, *outputs))
 
 

@@ -10,6 +10,7 @@ from keras_softmoe.keras_adapter.layers import Layer
 from keras_softmoe.layers.attention import Attention, layer_norm
 from keras_softmoe.layers.groups import check_mask, check_tokens_shape
 from keras_softmoe.layers.moe import MoE
+from keras_softmoe.ops.kernels import normalize
 from keras_softmoe.ops.selection import zero_padding
 from keras_softmoe.types import Tensor
 
@@ -135,7 +136,7 @@ class EncoderBlock(Layer):
             # Masked values would enter the gradients of all weights.
             inputs = zero_padding(inputs, mask)
         # Normalized before attention and not after: sums keep the inputs unchanged.
-        tokens = self.attention_norm(inputs)
+        tokens = normalize(self.attention_norm, inputs)
         # (B, S, D), for each token a mean of those that are not masked
         means = self.attention(tokens, tokens, tokens_mask=mask)
         if self.layer_scale is not None:
@@ -143,7 +144,7 @@ class EncoderBlock(Layer):
         if self.dropout_rate:
             means = self.dropout(means, training=training)
         x = inputs + means
-        return x, self.mlp_norm(x)
+        return x, normalize(self.mlp_norm, x)
 
     def _mlp_outputs(self, tokens, mask):
         if self._masks_mlp:

@@ -10,6 +10,10 @@ import itertools
 import keras
 from keras import ops
 
+if keras.backend.backend() == "torch":
+    import torch
+    from torch.nn import functional
+
 # Products of fewer rows per expert are small, see `affine` and `chunked_map`.
 _FEW_ROWS = 128
 # Experts in a chunk: with few rows on JAX, and with many
@@ -57,14 +61,12 @@ def affine(x, kernel, bias, sharded=False):
     Returns:
         `(..., H)` tensor, or `(E, N, H)`.
     """
-    x, kernel = ops.convert_to_tensor(x), ops.convert_to_tensor(kernel)
-    bias, stacked = ops.convert_to_tensor(bias), len(kernel.shape) == 3
+    x, kernel, bias = as_tensor(x), as_tensor(kernel), as_tensor(bias)
+    stacked = len(kernel.shape) == 3
     if keras.backend.backend() == "torch":
-        import torch
-
         if stacked:
             return torch.baddbmm(bias, x, kernel)
-        return torch.nn.functional.linear(x, kernel.T, bias)
+        return functional.linear(x, kernel.T, bias)
     if stacked:
         on_processor = is_jax_on("cpu") and not sharded
         if on_processor and _are_few(x.shape[1]):
@@ -101,6 +103,25 @@ def _product_of_few_rows(x, kernel):
     return product(x, kernel)
 
 
+def normalize(norm, x):
+    """Return the output of a `keras.layers.LayerNormalization` of the last axis.
+
+    PyTorch has one operator for it, Keras computes it by ten.
+    """
+    if keras.backend.backend() != "torch" or hasattr(x, "placements"):
+        return norm(x)
+    gamma = norm.gamma.value if norm.scale else None
+    beta = norm.beta.value if norm.center else None
+    return functional.layer_norm(x, x.shape[-1:], gamma, beta, norm.epsilon)
+
+
+def gelu(x):
+    """Compute GELU in the tanh approximation."""
+    if keras.backend.backend() != "torch" or isinstance(x, keras.KerasTensor):
+        return ops.gelu(x, approximate=True)
+    return functional.gelu(as_tensor(x), approximate="tanh")
+
+
 def attend(query, key, value, mask=None):
     """Compute `keras.ops.dot_product_attention`, with a softmax in float32 or more.
 
@@ -125,12 +146,11 @@ def attend(query, key, value, mask=None):
         mask = ops.expand_dims(ops.expand_dims(mask, 1), 1)
     if is_jax_on("gpu", "tpu") and mask is None:
         return ops.dot_product_attention(query, key, value)
-    query, key, value = (ops.transpose(x, (0, 2, 1, 3)) for x in (query, key, value))
+    query, key, value = (swap_axes(x, 1, 2) for x in (query, key, value))
     if keras.backend.backend() == "torch":
-        from torch.nn.functional import scaled_dot_product_attention
-
+        attention = functional.scaled_dot_product_attention
         known = () if mask is None else (mask,)
-        means = on_own_groups(scaled_dot_product_attention, query, key, value, *known)
+        means = on_own_groups(attention, query, key, value, *known)
     else:
         query = query * query.shape[-1] ** -0.5
         # (B, heads, Q, S)
@@ -140,7 +160,7 @@ def attend(query, key, value, mask=None):
             logits = ops.where(mask, logits, -float("inf"))
         weights = softmax(logits)
         means = ops.matmul(ops.cast(weights, value.dtype), value)
-    return ops.transpose(means, (0, 2, 1, 3))
+    return swap_axes(means, 1, 2)
 
 
 def on_own_groups(function, *tensors):
@@ -230,14 +250,12 @@ def chunked_map(fn, operands, sharded=False):
     Returns:
         Tensor, the result of `fn`.
     """
-    operands = [ops.convert_to_tensor(operand) for operand in operands]
+    operands = [as_tensor(operand) for operand in operands]
     count, rows, width = operands[0].shape
     size = _CHUNK_OF_MANY_ROWS
     # The number of rows is unknown in an exported model.
     many_rows = count > size and isinstance(rows, int) and rows >= _FEW_ROWS
     if keras.backend.backend() == "torch":
-        import torch
-
         # Gradients of chunks would have to be concatenated, which costs more.
         all_at_once = torch.is_grad_enabled() or operands[0].device.type != "cpu"
         if all_at_once or not many_rows:
@@ -307,22 +325,28 @@ def add_rows(rows, index, num_rows):
     return ops.segment_sum(rows, index, num_segments=num_rows)
 
 
+# Views of Keras take ten times as long as those of PyTorch: a fifth of a small layer.
+
+
+def as_tensor(x):
+    """Compute `keras.ops.convert_to_tensor`, at once for what is a tensor."""
+    if keras.backend.backend() == "torch" and isinstance(x, torch.Tensor):
+        return x
+    return x.value if isinstance(x, keras.Variable) else ops.convert_to_tensor(x)
+
+
 def reshape(x, shape):
-    """`keras.ops.reshape`, which in eager mode on PyTorch is slow.
-
-    It looks for symbolic tensors in the shape, too, which takes ten times as long as
-    the view itself: a fifth of a layer where operations are short.
-
-    Args:
-        x: tensor.
-        shape: tuple of ints, one of which may be -1.
-
-    Returns:
-        Tensor of that shape.
-    """
+    """Compute `keras.ops.reshape`; the shape is a tuple of ints."""
     if keras.backend.backend() != "torch" or isinstance(x, keras.KerasTensor):
         return ops.reshape(x, shape)
-    return ops.convert_to_tensor(x).reshape(shape)
+    return as_tensor(x).reshape(shape)
+
+
+def swap_axes(x, first, second):
+    """Compute `keras.ops.swapaxes`."""
+    if keras.backend.backend() != "torch" or isinstance(x, keras.KerasTensor):
+        return ops.swapaxes(x, first, second)
+    return as_tensor(x).transpose(first, second)
 
 
 def softmax(logits, axis=-1):
