@@ -149,41 +149,53 @@ def quick(keras_call):
 
     PyTorch runs each call as it comes, and the steps of Keras (conversions, signatures,
     scopes, masks, modules) cost ten times the operators of a small layer. They are left
-    out for a built layer that another one calls with tensors, unless there is a mask to
-    pass on, a hook, a distribution, a quantized kernel or rematerialization.
+    out for a built layer that is called with tensors, unless there is a mask to pass
+    on, a hook, a distribution, a quantized kernel or rematerialization.
     Would be replaced by: a `Layer.__call__` of Keras that checks for what it needs.
     """
 
     @functools.wraps(keras_call)
     def call(layer, *args, **kwargs):
+        tensors = _converted(layer, args) if _is_plain(layer) else None
         context = global_state.get_global_attribute("current_call_ctx")
-        if context is None or not _is_plain(layer):
+        training = kwargs.get("training")
+        known = context and context.get_value("training")
+        # An argument may differ from the one around, which Keras then changes.
+        differs = training is not None and context and training != known
+        if tensors is None or differs or kwargs.get("mask") is not None:
             return keras_call(layer, *args, **kwargs)
-        # As Keras: floats in the dtype of the layer, weights in that of the scope
-        compute_dtype = layer.compute_dtype
-        dtype, tensors = getattr(torch, compute_dtype), []
-        for x in args:
-            if not isinstance(x, torch.Tensor) or "_keras_mask" in vars(x):
-                return keras_call(layer, *args, **kwargs)
-            is_other = x.dtype != dtype and x.is_floating_point()
-            tensors.append(x.to(dtype) if is_other else x)
-        training = context.get_value("training")
-        if kwargs:
-            known = kwargs.get("training")
-            if kwargs.get("mask") is not None or known not in (None, training):
-                return keras_call(layer, *args, **kwargs)
         if not layer._call_has_training_arg:
             kwargs.pop("training", None)
-        elif training is not None:
-            kwargs["training"] = training
+        elif known is not None:
+            kwargs["training"] = known
+        compute_dtype = layer.compute_dtype
         scope = global_state.get_global_attribute("autocast_scope")
         scope_dtype = layer.variable_dtype if scope is None else scope.dtype
-        if scope_dtype == compute_dtype:
-            return layer.call(*tensors, **kwargs)
-        with AutocastScope(compute_dtype):
-            return layer.call(*tensors, **kwargs)
+        try:
+            if context is None:
+                # The outermost call: this also forgets the losses of the last one.
+                layer._get_call_context().set_value("training", training)
+            if scope_dtype == compute_dtype:
+                return layer.call(*tensors, **kwargs)
+            with AutocastScope(compute_dtype):
+                return layer.call(*tensors, **kwargs)
+        finally:
+            layer._maybe_reset_call_context()
 
     return call
+
+
+def _converted(layer, args):
+    """Return tensors with floats in the layer's dtype; `None` for other arguments."""
+    dtype, tensors = getattr(torch, layer.compute_dtype), []
+    for x in args:
+        # Keras attaches masks to tensors, which its call passes on.
+        has_mask = getattr(x, "_keras_mask", None) is not None
+        if has_mask or not isinstance(x, torch.Tensor):
+            return None
+        is_other = x.dtype != dtype and x.is_floating_point()
+        tensors.append(x.to(dtype) if is_other else x)
+    return tensors
 
 
 def _is_plain(layer):
