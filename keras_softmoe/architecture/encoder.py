@@ -12,6 +12,7 @@ from keras_softmoe import checks
 from keras_softmoe.architecture.settings import Settings, record
 from keras_softmoe.keras_adapter.layers import flatten_layers
 from keras_softmoe.layers import MLP, EncoderBlock, MoE
+from keras_softmoe.layers.attention import LayerNormalization
 from keras_softmoe.layers.pooling import AttentionPooling
 from keras_softmoe.routers import Router
 from keras_softmoe.types import DType
@@ -156,10 +157,8 @@ class EncoderLayers:
                     name=f"block_{index}",
                 )
             )
-        self.norm = keras.layers.LayerNormalization(
-            epsilon=settings.layer_norm_epsilon,
-            dtype=settings.dtype,
-            name="encoder_norm",
+        self.norm = LayerNormalization(
+            settings.layer_norm_epsilon, dtype=settings.dtype, name="encoder_norm"
         )
 
     def __call__(self, tokens, training=None, mask=None):

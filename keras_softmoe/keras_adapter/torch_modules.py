@@ -168,16 +168,19 @@ def quick(keras_call):
             kwargs.pop("training", None)
         elif known is not None:
             kwargs["training"] = known
-        compute_dtype = layer.compute_dtype
         scope = global_state.get_global_attribute("autocast_scope")
-        scope_dtype = layer.variable_dtype if scope is None else scope.dtype
+        if scope is None:
+            dtype, scope_dtype = layer.compute_dtype, layer.variable_dtype
+        else:
+            dtype = layer.compute_dtype if layer.autocast else None
+            scope_dtype = scope.dtype
         try:
             if context is None:
                 # The outermost call: this also forgets the losses of the last one.
                 layer._get_call_context().set_value("training", training)
-            if scope_dtype == compute_dtype:
+            if scope_dtype == dtype:
                 return layer.call(*tensors, **kwargs)
-            with AutocastScope(compute_dtype):
+            with AutocastScope(dtype):
                 return layer.call(*tensors, **kwargs)
         finally:
             layer._maybe_reset_call_context()
@@ -193,8 +196,9 @@ def _converted(layer, args):
         has_mask = getattr(x, "_keras_mask", None) is not None
         if has_mask or not isinstance(x, torch.Tensor):
             return None
-        is_other = x.dtype != dtype and x.is_floating_point()
-        tensors.append(x.to(dtype) if is_other else x)
+        if x.dtype != dtype and layer.autocast and x.is_floating_point():
+            x = x.to(dtype)
+        tensors.append(x)
     return tensors
 
 
@@ -203,7 +207,6 @@ def _is_plain(layer):
     held = vars(layer)
     return (
         layer.built
-        and layer.autocast
         and layer.quantization_mode is None
         and layer._remat_mode is None
         and layer.activity_regularizer is None

@@ -6,7 +6,7 @@ import keras
 
 from keras_softmoe.checks import check_num_heads, check_numbers, check_whole_numbers
 from keras_softmoe.keras_adapter.layers import Layer
-from keras_softmoe.ops.kernels import affine, attend, normalize, reshape
+from keras_softmoe.ops.kernels import affine, attend, layer_norm, reshape
 from keras_softmoe.ops.selection import zero_padding
 
 
@@ -76,9 +76,10 @@ class Attention(Layer):
         heads_shape = (None, None, self.num_heads, head_dim)
         self.attention_output.build(heads_shape)
         if self.use_qk_norm:
-            self.query_norm = layer_norm(self.dtype_policy, "query_norm", center=False)
+            known = {"center": False, "dtype": self.dtype_policy}
+            self.query_norm = LayerNormalization(name="query_norm", **known)
             self.query_norm.build(heads_shape)
-            self.key_norm = layer_norm(self.dtype_policy, "key_norm", center=False)
+            self.key_norm = LayerNormalization(name="key_norm", **known)
             self.key_norm.build(heads_shape)
 
     def call(self, queries, tokens, tokens_mask=None):
@@ -92,8 +93,7 @@ class Attention(Layer):
         value = _project(self.value, tokens, *heads)
         if self.use_qk_norm:
             # Their products then stay small in large models, and training is stable.
-            query = normalize(self.query_norm, query)
-            key = normalize(self.key_norm, key)
+            query, key = self.query_norm(query), self.key_norm(key)
         # Each head averages the values by its own weights, (B, Q, heads, head_dim)
         means = attend(query, key, value, tokens_mask)
         return _project(self.attention_output, means, width)
@@ -124,12 +124,22 @@ def _project(dense, x, *outputs):
     return reshape(projected, (-1, num_tokens, *outputs))
 
 
-def layer_norm(dtype, name, center=True, epsilon=1e-6):
-    """Return a layer normalization, by default with the epsilon of the papers' code."""
-    check_numbers(over=0, layer_norm_epsilon=epsilon)
-    return keras.layers.LayerNormalization(
-        epsilon=epsilon, center=center, dtype=dtype, name=name
-    )
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class LayerNormalization(keras.layers.LayerNormalization):
+    """Layer normalization, by default with the epsilon of the papers' code.
+
+    Arguments are those of `keras.layers.LayerNormalization`. Maps `(..., D)` to
+    `(..., D)`.
+    """
+
+    __call__ = Layer.__call__
+
+    def __init__(self, epsilon: float = 1e-6, **kwargs):
+        check_numbers(over=0, layer_norm_epsilon=epsilon)
+        super().__init__(epsilon=epsilon, **kwargs)
+
+    def call(self, inputs):
+        return layer_norm(inputs, self.gamma, self.beta, self.epsilon)
 
 
 def _glorot(input_axes, output_axes):

@@ -10,6 +10,8 @@ import itertools
 import keras
 from keras import ops
 
+from keras_softmoe.keras_adapter.layers import only_finds_shapes
+
 if keras.backend.backend() == "torch":
     import torch
     from torch.nn import functional
@@ -103,16 +105,39 @@ def _product_of_few_rows(x, kernel):
     return product(x, kernel)
 
 
-def normalize(norm, x):
-    """Return the output of a `keras.layers.LayerNormalization` of the last axis.
+def layer_norm(x, gamma, beta, epsilon):
+    """Compute `keras.ops.layer_normalization` of the last axis, in the dtype of `x`.
 
-    PyTorch has one operator for it, Keras computes it by ten.
+    PyTorch has one operator for it, in place of ten.
     """
     if keras.backend.backend() != "torch" or hasattr(x, "placements"):
-        return norm(x)
-    gamma = norm.gamma.value if norm.scale else None
-    beta = norm.beta.value if norm.center else None
-    return functional.layer_norm(x, x.shape[-1:], gamma, beta, norm.epsilon)
+        outputs = ops.layer_normalization(x, gamma, beta, -1, epsilon)
+        return ops.cast(outputs, x.dtype)
+    gamma, beta = (None if w is None else as_tensor(w) for w in (gamma, beta))
+    if gamma is None or gamma.dtype == x.dtype:
+        return functional.layer_norm(x, x.shape[-1:], gamma, beta, epsilon)
+    # With mixed precision the weights are more precise than the tokens.
+    precise = x.to(gamma.dtype)
+    precise = functional.layer_norm(precise, x.shape[-1:], gamma, beta, epsilon)
+    return precise.to(x.dtype)
+
+
+def patches(images, kernel, bias):
+    """Compute `keras.ops.conv` of patches that do not overlap, `(B, rows, columns, D)`.
+
+    Args:
+        images: `(B, height, width, channels)` tensor.
+        kernel: `(rows, columns, channels, D)` tensor, rows and columns of a patch.
+        bias: `(D,)` tensor.
+    """
+    stride = tuple(kernel.shape[:2])
+    if keras.backend.backend() != "torch" or only_finds_shapes():
+        return ops.conv(images, kernel, stride, data_format="channels_last") + bias
+    # PyTorch has channels before rows and columns.
+    images, kernel = as_tensor(images).permute(0, 3, 1, 2), as_tensor(kernel)
+    kernel = kernel.permute(3, 2, 0, 1)
+    grid = functional.conv2d(images, kernel, as_tensor(bias), stride)
+    return grid.permute(0, 2, 3, 1)
 
 
 def gelu(x):
