@@ -141,8 +141,6 @@ def is_in_training_mode(layer):
 
 # === Calls of layers inside of other layers ===
 
-_NO_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
-
 
 def quick(keras_call):
     """Return `Layer.__call__` without the steps that change nothing inside of a call.
@@ -212,5 +210,7 @@ def _is_plain(layer):
         and layer.activity_regularizer is None
         and keras.distribution.distribution() is None
         and layer._call_context_args == {"training"}
-        and not any(held[name] for name in _NO_HOOKS)
+        and not held["_forward_hooks"]
+        and not held["_forward_pre_hooks"]
+        and not held["_backward_hooks"]
     )
