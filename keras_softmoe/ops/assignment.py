@@ -5,13 +5,23 @@ The functions return `token` `(G, E, C)` int32 and `filled` `(G, E, C)` bool of 
 those that weigh. Ties go to the lower index on every backend.
 """
 
+import functools
 from typing import Any
 
-import keras
+import numpy as np
 from keras import ops
 
 from keras_softmoe.checks import check_choice
-from keras_softmoe.ops.kernels import float32_at_least, reshape
+from keras_softmoe.ops.kernels import float32_at_least, reshape, take_rows
+from keras_softmoe.ops.numbers import (
+    INDEX,
+    Constant,
+    count_true,
+    positions,
+    tensor,
+    uniform,
+    where,
+)
 from keras_softmoe.ops.selection import (
     take_along,
     top_indices,
@@ -73,7 +83,7 @@ def token_choice(
         >>> np.asarray(token)[0, :, 0]  # token 1 is dropped: expert 0 is full
         array([0, 2], dtype=int32)
     """
-    scores = ops.convert_to_tensor(scores)
+    scores, valid = tensor(scores), tensor(valid)
     check_num_selected_experts(num_selected_experts, scores.shape[-1])
     if isinstance(priority, str):
         check_priority(priority)
@@ -82,7 +92,7 @@ def token_choice(
     # Not every backend can sort NaN.
     scores = zero_padding(scores, valid)
     if not isinstance(priority, str) and valid is not None:
-        priority = ops.where(valid, priority, 0)
+        priority = where(valid, priority, 0)
     # (G, S, K), best expert first
     chosen = top_indices(scores, num_selected_experts, sharded)
     return assign_choices(
@@ -108,53 +118,51 @@ def assign_choices(
     num_selected_experts = chosen.shape[-1]
     num_choices = num_selected_experts * num_tokens
 
-    # The order of the queue, (G, K * S) places in that of `_by_choice`; `None` if it is
-    # that order.
+    # 1. The order of the queue, (G, S) tokens, or (G, K * S) choices if these have
+    # priorities; `None` for their own order
     rank = order = None
     if not isinstance(priority, str):
         rank = ops.convert_to_tensor(priority)
-        order = _queue_order(rank, num_selected_experts, sharded)
     elif priority != "position":
         chosen_scores = take_along(scores, chosen, axis=-1)
         rank = _rank_tokens(chosen_scores, priority, seed)
-        if priority == "pair":
-            order = top_indices(_by_choice(chosen_scores), num_choices, sharded)
-        else:
-            order = _queue_order(rank, num_selected_experts, sharded)
     # Skipped tokens are treated as padding.
     if keep_fraction < 1.0:
         valid = _best_tokens(chosen, rank, keep_fraction, valid, sharded)
     if valid is not None:
         # Padding chooses a dummy expert E, and so takes no slot.
-        chosen = ops.where(ops.expand_dims(valid, -1), chosen, num_experts)
-    # (G, K * S), the queue
+        chosen = where(valid[..., None], chosen, num_experts)
+    # (G, K * S), all first choices, all second ones, ...
     chosen = _by_choice(chosen)
-    if order is not None:
+    if priority == "pair":
+        order = top_indices(_by_choice(chosen_scores), num_choices, sharded)
         chosen = take_along(chosen, order, axis=1)
+    elif rank is not None:
+        order = top_indices(rank, num_tokens, sharded)
+        chosen = _reorder(chosen, order)
 
-    # Sorting by (expert, place in the queue) groups the choices by expert, in the order
-    # of assignment. Keys are unique, so the backend's rule for ties does not matter.
-    keys = chosen * num_choices + ops.arange(num_choices, dtype="int32")
-    queue = ops.argsort(keys, axis=-1)
+    # 2. Sorting by (expert, place in the queue) groups the choices by expert, in the
+    # order of assignment. Keys are unique, so the backend's rule for ties does not
+    # matter, and the sorted keys themselves tell the places.
+    queue = ops.sort(chosen * num_choices + positions(num_choices, chosen), axis=-1)
 
-    # Each expert takes the first C choices of its stretch of the sorted queue.
-    experts = ops.arange(num_experts, dtype="int32")
-    # (G, E)
-    count = ops.sum(
-        ops.cast(ops.equal(ops.expand_dims(chosen, -1), experts), "int32"), axis=1
-    )
-    start = ops.cumsum(count, axis=-1) - count
-    slots = ops.arange(capacity, dtype="int32")
-    # (G, E, C)
-    filled = slots < ops.expand_dims(count, -1)
-    place = ops.where(filled, ops.expand_dims(start, -1) + slots, 0)
-    place = reshape(place, (-1, num_experts * capacity))
-    # (G, E * C), the choice in the slot
-    choice = take_along(queue, place, axis=1)
+    # 3. Each expert takes the first C choices of its stretch of the sorted queue.
+    experts = positions(num_experts, chosen)[:, None]
+    # (G, E, 1)
+    count = count_true(chosen[:, None] == experts, axis=-1, keepdims=True)
+    start = ops.cumsum(count, axis=1) - count
+    slots = positions(capacity, chosen)
+    # (G, E, C). Empty slots point to any choice.
+    filled = slots < count
+    index = reshape((start + slots) % num_choices, (-1, num_experts * capacity))
+    # (G, E * C), the place in the queue of the choice in the slot, and its token
+    token = take_along(queue, index, axis=1)
+    token = token % (num_choices if priority == "pair" else num_tokens)
     if order is not None:
-        choice = take_along(order, choice, axis=1)
-    token = reshape(ops.cast(choice, "int32") % num_tokens, (-1, num_experts, capacity))
-    return ops.where(filled, token, 0), filled
+        token = take_along(order, token, axis=1)
+        token = token % num_tokens if priority == "pair" else token
+    token = reshape(token, (-1, num_experts, capacity))
+    return ops.cast(token * ops.cast(filled, token.dtype), "int32"), filled
 
 
 def kept_tokens(scores, chosen, priority, keep_fraction, valid=None, seed=None):
@@ -196,7 +204,7 @@ def expert_choice(
         >>> np.asarray(token)[0]  # expert 1 takes token 1 as well
         array([[0, 1], [2, 1]], dtype=int32)
     """
-    scores = ops.convert_to_tensor(scores)
+    scores, valid = tensor(scores), tensor(valid)
     num_tokens = scores.shape[1]
     _check_capacity(capacity)
     if capacity > num_tokens:
@@ -212,17 +220,17 @@ def expert_choice(
     # (G, E, C)
     token = top_indices(scores, capacity, sharded)
     if valid is None:
-        return token, ops.ones_like(token, dtype="bool")
+        return ops.cast(token, "int32"), ops.ones_like(token, dtype="bool")
     # By the mask: scores of tokens may be -inf, too.
     filled = take_along(ops.broadcast_to(valid, ops.shape(scores)), token, axis=-1)
-    return ops.where(filled, token, 0), filled
+    return ops.cast(where(filled, token, 0), "int32"), filled
 
 
 def gates_of_slots(scores, token, filled):
     """Return the `(G, E, C)` gates of slots from `(G, S, E)` scores, 0 if empty."""
     # (G, E, S)
     by_expert = ops.transpose(scores, (0, 2, 1))
-    return ops.where(filled, take_along(by_expert, token, axis=-1), 0.0)
+    return where(filled, take_along(by_expert, token, axis=-1), 0.0)
 
 
 def identity(num_groups, num_tokens, num_experts):
@@ -293,38 +301,50 @@ def _rank_tokens(chosen_scores, priority, seed):
     """Return `(G, S)` numbers, larger for tokens of higher priority."""
     if priority == "random":
         # Not in the default dtype: float16 would have ties.
-        return keras.random.uniform(ops.shape(chosen_scores)[:2], 0, 1, "float32", seed)
+        return uniform(ops.shape(chosen_scores)[:2], chosen_scores, seed)
     if priority == "sum":
         return ops.sum(chosen_scores, axis=-1)
     # Choices come best first.
     return chosen_scores[..., 0]
 
 
-def _queue_order(rank, num_choices, sharded):
-    """Return the order of choices, `(G, K * S)` indices in that of `_by_choice`."""
-    num_tokens = rank.shape[1]
-    # (G, 1, S), the same order of tokens among all first choices, all second, ...
-    order = ops.expand_dims(top_indices(rank, num_tokens, sharded), 1)
-    # (K, 1)
-    start = ops.expand_dims(ops.arange(num_choices, dtype="int32") * num_tokens, -1)
-    return reshape(start + order, (-1, num_choices * num_tokens))
+def _reorder(chosen, order):
+    """Return `(G, K * S)` choices with tokens in another order, `(G, S)`."""
+    num_tokens = order.shape[1]
+    num_choices = chosen.shape[1] // num_tokens
+    if num_choices == 1:
+        return take_along(chosen, order, axis=1)
+    # The same order of tokens among all first choices, all second, ...
+    start = positions(num_choices, order)[:, None] * num_tokens
+    index = reshape(start + order[:, None], (-1, num_choices * num_tokens))
+    return take_along(chosen, index, axis=1)
 
 
 def _best_tokens(chosen, rank, keep_fraction, valid, sharded):
     """Return a `(G, S)` mask of the fraction of tokens with the highest ranks."""
     num_tokens = chosen.shape[1]
+    num_kept = max(1, round(keep_fraction * num_tokens))
+    if valid is None and rank is None:
+        first = positions(num_tokens, chosen) < num_kept
+        return ops.broadcast_to(first, ops.shape(chosen)[:2])
+    if valid is not None:
+        table = _kept_of(keep_fraction, num_tokens).on(valid)
+        num_kept = take_rows(table, count_true(valid, axis=-1))[:, None]
     if rank is None:
-        falling = ops.arange(num_tokens, 0, -1, dtype="float32")
-        rank = ops.broadcast_to(falling, ops.shape(chosen)[:2])
-    # Rounded by Python for every number of tokens, as backends may differ
-    kept_of = [max(1, round(keep_fraction * n)) for n in range(num_tokens + 1)]
-    num_kept = kept_of[-1]
+        # (G, S), number of real tokens before
+        before = ops.cumsum(ops.cast(valid, INDEX), axis=-1) - 1
+        return (before < num_kept) & valid
     if valid is not None:
         rank = with_real_first(float32_at_least(rank), valid)
-        count = ops.sum(ops.cast(valid, "int32"), axis=-1, keepdims=True)
-        num_kept = ops.take(ops.array(kept_of, dtype="int32"), count)
-    # (G, S), number of tokens before
+    # The place of each token in the order is the inverse permutation.
     order = top_indices(rank, num_tokens, sharded)
-    before = ops.cast(ops.argsort(order, axis=-1), "int32")
-    best = before < num_kept
-    return best if valid is None else ops.logical_and(best, valid)
+    best = ops.argsort(order, axis=-1) < num_kept
+    return best if valid is None else best & valid
+
+
+@functools.lru_cache(maxsize=256)
+def _kept_of(keep_fraction, num_tokens):
+    """Return the numbers of tokens that are kept of 0, 1, ... `num_tokens`."""
+    # Rounded by Python, as backends may differ
+    kept = [max(1, round(keep_fraction * n)) for n in range(num_tokens + 1)]
+    return Constant(np.array(kept, "int32"))

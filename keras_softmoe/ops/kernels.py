@@ -350,6 +350,33 @@ def add_rows(rows, index, num_rows):
     return ops.segment_sum(rows, index, num_segments=num_rows)
 
 
+def take_rows(rows, index):
+    """Compute `keras.ops.take` of the first axis.
+
+    On PyTorch, Keras looks for negative indices first, and converts all.
+
+    Args:
+        rows: `(N, D)` tensor.
+        index: `(M,)` int tensor.
+
+    Returns:
+        `(M, D)` tensor.
+    """
+    if keras.backend.backend() == "torch":
+        return rows.index_select(0, index)
+    return ops.take(rows, index, axis=0)
+
+
+def batch_matmul(x, y):
+    """Compute `keras.ops.matmul` of `(G, N, M)` and `(G, M, D)` tensors.
+
+    PyTorch's for tensors of any rank reshapes both, and the product.
+    """
+    if keras.backend.backend() == "torch":
+        return x.bmm(y)
+    return ops.matmul(x, y)
+
+
 # Views of Keras take ten times as long as those of PyTorch: a fifth of a small layer.
 
 

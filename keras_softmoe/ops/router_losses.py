@@ -11,8 +11,13 @@ from keras import ops
 
 from keras_softmoe.ops.assignment import check_num_selected_experts
 from keras_softmoe.ops.kernels import float32_at_least
-from keras_softmoe.ops.numbers import tiny
-from keras_softmoe.ops.selection import smallest_entry, top_values, zero_padding
+from keras_softmoe.ops.numbers import at_least, positions, tiny
+from keras_softmoe.ops.selection import (
+    smallest_entry,
+    top_indices,
+    top_values,
+    zero_padding,
+)
 from keras_softmoe.types import Tensor
 
 # === Balancing losses of V-MoE and others ===
@@ -87,8 +92,9 @@ def load_loss(
     # Not `chosen[..., -1:]`: XLA would replace `top_k` and the slice by a full sort.
     threshold = smallest_entry(chosen)
     # (G, S, E), the chance that new noise lifts the clean logit over the threshold
-    normal = (logits - threshold) / noise_std
-    chance = 0.5 * (1.0 + ops.erf(normal / 2**0.5))
+    normal = (logits - threshold) / (noise_std * 2**0.5)
+    # Twice the chance, which varies as much
+    chance = 1.0 + ops.erf(normal)
     return _squared_variation(ops.sum(zero_padding(chance, valid), axis=1))
 
 
@@ -114,9 +120,8 @@ def gshard_loss(probs: Tensor, valid: Tensor | None = None) -> Tensor:
     """
     probs = _counted(probs, valid)
     num_experts = probs.shape[-1]
-    experts = ops.arange(num_experts, dtype="int32")
-    first = ops.cast(ops.argmax(probs, axis=-1), "int32")
-    is_first = ops.cast(ops.equal(ops.expand_dims(first, -1), experts), probs.dtype)
+    first = top_indices(probs, 1)
+    is_first = ops.cast(first == positions(num_experts, first), probs.dtype)
     share = ops.stop_gradient(_mean_over_tokens(is_first, valid))
     probability = _mean_over_tokens(probs, valid)
     return num_experts * ops.sum(share * probability, axis=-1)
@@ -187,7 +192,7 @@ def router_similarity_loss(
         (together * (1.0 - same), num_experts * (num_experts - 1)),
     ):
         total = ops.sum(part, axis=(1, 2), keepdims=True)
-        weight = weight + number * part / ops.maximum(total, 1.0)
+        weight = weight + number * part / at_least(total, 1.0)
     # The sum over i and j of W[i, j] p_i p_j, for each token
     similarity = ops.sum(ops.matmul(probs, weight) * probs, axis=-1, keepdims=True)
     return _mean_over_tokens(similarity, valid)[:, 0]
@@ -382,21 +387,20 @@ def _mean_over_tokens(values, valid):
     if valid is None:
         return ops.mean(values, axis=1)
     # The mean of a group without tokens is zero.
-    count = ops.maximum(ops.sum(ops.cast(valid, values.dtype), axis=1), 1.0)
-    return ops.sum(zero_padding(values, valid), axis=1) / ops.expand_dims(count, -1)
+    count = at_least(ops.sum(ops.cast(valid, values.dtype), axis=1, keepdims=True), 1.0)
+    return ops.sum(zero_padding(values, valid), axis=1) / count
 
 
 def _squared_variation(values):
     """Return `(std / mean) ** 2` over the last axis; zero if all values are zero."""
     mean = ops.mean(values, axis=-1, keepdims=True)
     # Not `ops.var`, with which PyTorch warns of an empty batch.
-    variance = ops.mean(ops.square(values - mean), axis=-1)
-    squared = ops.square(mean[..., 0])
-    return variance / ops.maximum(squared, tiny(squared))
+    varied = (values - mean) / at_least(mean, math.sqrt(tiny(mean)))
+    return ops.mean(ops.square(varied), axis=-1)
 
 
 def _entropy(probs, keepdims=False):
     """Return the entropy over the last axis, in nats."""
     # So the logarithm and its derivative are finite at zero, where x log x is zero.
-    logarithm = ops.log(ops.maximum(probs, tiny(probs)))
+    logarithm = ops.log(at_least(probs, tiny(probs)))
     return -ops.sum(probs * logarithm, axis=-1, keepdims=keepdims)

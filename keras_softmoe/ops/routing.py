@@ -27,10 +27,13 @@ from keras import ops
 from keras_softmoe.ops.assignment import assign_choices, gates_of_slots
 from keras_softmoe.ops.kernels import (
     add_rows,
+    batch_matmul,
     compiled_on_jax,
     on_own_groups,
     reshape,
+    take_rows,
 )
+from keras_softmoe.ops.numbers import INDEX, count_true, positions, where
 from keras_softmoe.ops.selection import take_along
 from keras_softmoe.types import Tensor
 
@@ -143,14 +146,12 @@ def to_dense(routing: Routing, num_tokens: int) -> DenseRouting:
         return routing
     if isinstance(routing, ChoiceRouting):
         routing = SlotRouting(*to_slots(routing, num_tokens))
-    tokens = reshape(ops.arange(num_tokens, dtype="int32"), (1, num_tokens, 1, 1))
+    token, filled, gate = map(ops.convert_to_tensor, routing)
+    tokens = reshape(positions(num_tokens, token), (num_tokens, 1, 1))
     # (G, S, E, C)
-    assigned = ops.logical_and(
-        ops.equal(ops.expand_dims(routing.token, 1), tokens),
-        ops.expand_dims(routing.filled, 1),
-    )
-    dispatch = ops.cast(assigned, routing.gate.dtype)
-    return DenseRouting(dispatch, dispatch * ops.expand_dims(routing.gate, 1))
+    assigned = (token[:, None] == ops.cast(tokens, token.dtype)) & filled[:, None]
+    dispatch = ops.cast(assigned, gate.dtype)
+    return DenseRouting(dispatch, dispatch * gate[:, None])
 
 
 def dispatch(tokens: Tensor, routing: Routing, sharded: bool = False) -> Tensor:
@@ -185,18 +186,18 @@ def dispatch(tokens: Tensor, routing: Routing, sharded: bool = False) -> Tensor:
         # (G, S, E * C)
         weights = _merge_slots(ops.cast(routing.dispatch, tokens.dtype))
         # (G, E * C, D). Not `einsum`, whose gradient on TensorFlow copies operands.
-        slots = ops.matmul(ops.transpose(weights, (0, 2, 1)), tokens)
+        slots = batch_matmul(ops.transpose(weights, (0, 2, 1)), tokens)
         return reshape(slots, (-1, num_experts, capacity, tokens.shape[-1]))
     if sharded:
         slots = _take_in_groups(tokens, routing.token)
         return slots * ops.expand_dims(ops.cast(routing.filled, slots.dtype), -1)
     _, num_experts, capacity = routing.token.shape
     rows = reshape(tokens, (-1, tokens.shape[-1]))
-    slots = ops.take(rows, _row_of_slot(routing, tokens.shape[1]), axis=0)
+    slots = take_rows(rows, _row_of_slot(routing, tokens.shape[1]))
     # (E, G, C, D). JAX loses this shape if there are no rows.
     slots = reshape(slots, (num_experts, -1, capacity, tokens.shape[-1]))
     filled = ops.cast(_experts_first(routing.filled), slots.dtype)
-    return _experts_first(slots * ops.expand_dims(filled, -1))
+    return _experts_first(slots * filled[..., None])
 
 
 def combine(
@@ -232,17 +233,17 @@ def combine(
     if isinstance(routing, DenseRouting):
         weights = _merge_slots(ops.cast(routing.combine, outputs.dtype))
         outputs = reshape(outputs, (-1, num_experts * capacity, width))
-        return ops.matmul(weights, outputs)
+        return batch_matmul(weights, outputs)
     gate = ops.cast(routing.gate, outputs.dtype)
     if sharded:
         outputs = outputs * ops.expand_dims(gate, -1)
         return _add_in_groups(outputs, routing.token, num_tokens)
     num_groups = ops.shape(outputs)[0]
     # (E, G, C, D)
-    outputs = _experts_first(outputs) * ops.expand_dims(_experts_first(gate), -1)
+    outputs = _experts_first(outputs * gate[..., None])
     rows = add_rows(
         reshape(outputs, (-1, width)),
-        reshape(_row_of_slot(routing, num_tokens), (-1,)),
+        _row_of_slot(routing, num_tokens),
         num_groups * num_tokens,
     )
     return reshape(rows, (-1, num_tokens, width))
@@ -281,11 +282,10 @@ def _merge_slots(weights):
 
 
 def _row_of_slot(routing, num_tokens):
-    """Return the `(E, G, C)` rows of the slots in the `(G * S, D)` tokens."""
-    groups = ops.arange(ops.shape(routing.token)[0], dtype="int32")
-    # (G, 1, 1)
-    first_row = reshape(groups * num_tokens, (-1, 1, 1))
-    return _experts_first(routing.token + first_row)
+    """Return the `(E * G * C,)` rows of the slots in the `(G * S, D)` tokens."""
+    token = ops.convert_to_tensor(routing.token)
+    groups = ops.cast(positions(ops.shape(token)[0], token), token.dtype)
+    return reshape(_experts_first(token + groups[:, None, None] * num_tokens), (-1,))
 
 
 def _experts_first(x):
@@ -307,50 +307,48 @@ def choice_routing(scores, chosen, kept=None):
     num_experts = scores.shape[-1]
     gate = take_along(scores, chosen, axis=-1)
     # Choices that do not count have a dummy expert E, after the last one.
-    expert = chosen
-    if kept is None:
+    expert, padded = chosen, kept is not None
+    if not padded:
         kept = ops.ones_like(chosen, dtype="bool")
     else:
-        kept = ops.logical_and(ops.expand_dims(kept, -1), ops.ones_like(chosen) > 0)
-        gate = ops.where(kept, gate, 0.0)
-        expert = ops.where(kept, chosen, num_experts)
-        chosen = ops.where(kept, chosen, 0)
+        kept = ops.broadcast_to(kept[..., None], ops.shape(chosen))
+        gate = where(kept, gate, 0.0)
+        expert = where(kept, chosen, num_experts)
+        chosen = where(kept, chosen, 0)
     expert = reshape(expert, (-1,))
     num_choices = ops.shape(expert)[0]
-    # Unique keys, so the backend's rule for ties does not matter
-    keys = expert * num_choices + ops.arange(num_choices, dtype="int32")
-    order = ops.cast(ops.argsort(keys), "int32")
+    # Unique keys: the sorted ones tell the order, whatever the backend's rule for ties.
+    keys = ops.sort(expert * num_choices + positions(num_choices, expert), axis=-1)
+    order = ops.cast(keys % num_choices, "int32")
     row = ops.cast(ops.argsort(order), "int32")
-    expert = ops.minimum(expert, num_experts - 1)
-    experts = ops.arange(num_experts, dtype="int32")
-    of_expert = ops.cast(ops.equal(ops.expand_dims(expert, -1), experts), "int32")
-    count = ops.sum(of_expert, axis=0)
-    return ChoiceRouting(chosen, kept, gate, order, row, count)
+    # (E,). The last expert has the rows of the dummy.
+    if padded:
+        expert = where(expert < num_experts, expert, num_experts - 1)
+    is_of_expert = expert[:, None] == positions(num_experts, expert)
+    count = count_true(is_of_expert, axis=0, dtype="int32")
+    return ChoiceRouting(ops.cast(chosen, "int32"), kept, gate, order, row, count)
 
 
 def to_slots(routing, num_tokens):
     """Return `token`, `filled` and `gate` of a `ChoiceRouting` with `S` slots."""
-    experts = ops.arange(routing.count.shape[0], dtype="int32")
+    experts = positions(routing.count.shape[0], routing.expert)
     # (G, S, K, E)
-    of_expert = ops.equal(ops.expand_dims(routing.expert, -1), experts)
-    gate = ops.expand_dims(routing.gate, -1) * ops.cast(of_expert, routing.gate.dtype)
+    of_expert = routing.expert[..., None] == ops.cast(experts, "int32")
+    gate = routing.gate[..., None] * ops.cast(of_expert, routing.gate.dtype)
     # (G, S, E): a token chooses no expert twice.
     gate = ops.sum(gate, axis=2)
-    kept = routing.kept[..., 0]
-    token, filled = assign_choices(gate, routing.expert, num_tokens, valid=kept)
+    kept, chosen = routing.kept[..., 0], ops.cast(routing.expert, INDEX)
+    token, filled = assign_choices(gate, chosen, num_tokens, valid=kept)
     return token, filled, gates_of_slots(gate, token, filled)
 
 
 def _take_rows(tokens, routing):
     """Return the `(G * S * K, D)` rows of `(G, S, D)` tokens, sorted by expert."""
-    num_choices = routing.expert.shape[-1]
+    # A choice counts if its token does. Padding may hold NaN.
+    tokens = where(routing.kept[..., :1], tokens, 0.0)
     rows = reshape(tokens, (-1, tokens.shape[-1]))
-    if num_choices > 1:
-        rows = ops.repeat(rows, num_choices, axis=0)
-    rows = _reorder(rows, routing.order, routing.row)
-    # Padding may hold NaN.
-    kept = ops.take(reshape(routing.kept, (-1, 1)), routing.order, axis=0)
-    return ops.where(kept, rows, ops.zeros_like(rows))
+    num_choices = routing.expert.shape[-1]
+    return _reorder(rows, routing.order, routing.row, num_choices)
 
 
 def _add_rows_of_choices(rows, routing, num_tokens):
@@ -359,34 +357,41 @@ def _add_rows_of_choices(rows, routing, num_tokens):
     rows = _reorder(rows, routing.row, routing.order)
     rows = reshape(rows, (-1, num_tokens, num_choices, rows.shape[-1]))
     gate = ops.cast(routing.gate, rows.dtype)
-    return ops.sum(rows * ops.expand_dims(gate, -1), axis=2)
+    return ops.sum(rows * gate[..., None], axis=2)
 
 
-@compiled_on_jax()
-def _reorder(rows, order, inverse):
-    """Return rows in another order; on JAX without a derivative in forward mode.
+@compiled_on_jax("copies")
+def _reorder(rows, order, inverse, copies=1):
+    """Return rows, or several copies of each, in another order.
 
     Their gradient is taken in the inverse order. By default TensorFlow and JAX add it
-    up, which is slow.
+    up, which is slow. On JAX it has no derivative in forward mode.
     """
 
     def take(rows, order, inverse):
-        return ops.take(rows, order, axis=0)
+        return take_rows(rows, order // copies if copies > 1 else order)
+
+    def sum_of_copies(rows):
+        if copies == 1:
+            return rows
+        return ops.sum(reshape(rows, (-1, copies, rows.shape[-1])), axis=1)
 
     if keras.backend.backend() == "jax":
         import jax
 
+        def backward(known, upstream):
+            order, inverse = known
+            upstream = _reorder(upstream, inverse, order)
+            return sum_of_copies(upstream), None, None
+
         reordered = jax.custom_vjp(take)
-        reordered.defvjp(
-            lambda *known: (take(*known), known[1:]),
-            lambda known, upstream: (reordered(upstream, *known[::-1]), None, None),
-        )
+        reordered.defvjp(lambda *known: (take(*known), known[1:]), backward)
         return reordered(rows, order, inverse)
     if keras.backend.backend() == "torch":
         return take(rows, order, inverse)
     return ops.custom_gradient(
         lambda rows: (
             take(rows, order, inverse),
-            lambda upstream: take(upstream, inverse, order),
+            lambda upstream: sum_of_copies(take_rows(upstream, inverse)),
         )
     )(rows)

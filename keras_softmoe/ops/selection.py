@@ -3,7 +3,7 @@
 import keras
 from keras import ops
 
-from keras_softmoe.ops.numbers import least
+from keras_softmoe.ops.numbers import INDEX, least, where
 
 
 def take_along(x, indices, axis):
@@ -40,7 +40,7 @@ def top_values(x, k, sharded=False):
 
 
 def top_indices(scores, k, sharded=False):
-    """Return the indices of the `k` largest entries of the last axis.
+    """Return the indices of the `k` largest entries of the last axis, of `INDEX`.
 
     Ties go to the lower index. `top_k` guarantees this on JAX (where 0 exceeds -0) and
     TensorFlow; on PyTorch only `argmax` and the stable sort do.
@@ -49,14 +49,15 @@ def top_indices(scores, k, sharded=False):
         indices = ops.convert_to_tensor(scores).argmax(dim=-1, keepdim=True)
     elif keras.backend.backend() == "torch":
         scores = ops.convert_to_tensor(scores)
-        indices = scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+        indices = scores.sort(dim=-1, descending=True, stable=True).indices
+        indices = indices if k == scores.shape[-1] else indices[..., :k]
     elif sharded:
         indices = ops.argsort(-scores, axis=-1)[..., :k]
     else:
         if keras.backend.backend() == "jax":
             scores = ops.where(scores == 0, ops.zeros_like(scores), scores)
         _, indices = ops.top_k(scores, k)
-    return ops.cast(indices, "int32")
+    return ops.cast(indices, INDEX)
 
 
 # === Padding: tokens that a mask excludes ===
@@ -74,7 +75,7 @@ def zero_padding(values, valid):
     """
     if valid is None:
         return values
-    return ops.where(ops.expand_dims(valid, -1), values, 0.0)
+    return where(valid[..., None], values, 0.0)
 
 
 def with_real_first(scores, valid):
@@ -87,5 +88,5 @@ def with_real_first(scores, valid):
         valid: bool tensor that broadcasts to it, `False` for padding.
     """
     lowest = least(scores)
-    scores = ops.where(scores > lowest, scores, lowest)
-    return ops.where(valid, scores, -float("inf"))
+    scores = where(scores > lowest, scores, lowest)
+    return where(valid, scores, -float("inf"))

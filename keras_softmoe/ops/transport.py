@@ -5,11 +5,31 @@ to 1, and those of every expert to `S / E`. Padding (`valid` is `False`) has no 
 and `S` is then the number of other tokens.
 """
 
+import keras
 from keras import ops
 
-from keras_softmoe.ops.kernels import compiled_on_jax, float32_at_least, repeat, reshape
-from keras_softmoe.ops.numbers import lowest
-from keras_softmoe.ops.selection import largest_entry, smallest_entry, top_values
+from keras_softmoe.ops.kernels import (
+    batch_matmul,
+    compiled_on_jax,
+    float32_at_least,
+    repeat,
+    reshape,
+)
+from keras_softmoe.ops.numbers import (
+    INDEX,
+    at_least,
+    clip,
+    lowest,
+    positions,
+    tensor,
+    where,
+)
+from keras_softmoe.ops.selection import (
+    largest_entry,
+    smallest_entry,
+    take_along,
+    top_values,
+)
 from keras_softmoe.types import Tensor
 
 # Scalings of a plan between updates of its logarithm. A scaling changes an entry at
@@ -48,41 +68,40 @@ def sinkhorn_plan(
         True
     """
     _check_num_iterations(num_iterations)
-    return _sinkhorn_plan(float32_at_least(logits), num_iterations, valid)
+    logits, valid = float32_at_least(logits), tensor(valid)
+    return _sinkhorn_plan(logits, num_iterations, valid)
 
 
 @compiled_on_jax("num_iterations")
 def _sinkhorn_plan(logits, num_iterations, valid):
-    # (G, 1, 1)
-    mass = _num_tokens(logits, valid) / logits.shape[-1]
     never = lowest(logits)
-    logits = ops.clip(logits, 0.5 * never, -0.5 * never)
-    is_token = valid
+    logits = clip(logits, -0.5 * never)
     if valid is not None:
-        valid = ops.expand_dims(valid, -1)
-        logits = ops.where(valid, logits, never)
+        valid = valid[..., None]
+        logits = where(valid, logits, never)
         # A group of padding alone is scaled as if it had tokens, and set to zero at
-        # the end.
-        is_empty = ops.logical_not(ops.any(valid, axis=1, keepdims=True))
-        is_token = ops.logical_or(valid, is_empty)
+        # the end. Otherwise the sums of padding are 0, and 1 is added to divide by.
+        is_token = valid | ~ops.any(valid, axis=1, keepdims=True)
+        is_padding = ops.cast(~is_token, logits.dtype)
 
     def iterate(log_plan, count=_SCALINGS):
         plan = ops.exp(log_plan)
-        rows = 1.0
-        # (G, 1, E) and (G, S, 1), factors of the columns and of the rows
+        by_expert = ops.transpose(plan, (0, 2, 1))
+        rows = ops.ones_like(plan[..., :1])
+        # (G, E, 1) and (G, S, 1), factors of the columns and of the rows. Columns are
+        # scaled to 1: their mass is a factor of all, which the rows take back.
         for _ in range(count):
-            columns = mass / ops.sum(plan * rows, axis=1, keepdims=True)
-            sums = ops.sum(plan * columns, axis=2, keepdims=True)
-            rows = 1.0 / (sums if valid is None else ops.where(is_token, sums, 1.0))
-        return log_plan + (ops.log(rows) + ops.log(columns))
+            columns = ops.reciprocal(_weighted_sums(by_expert, rows))
+            sums = _weighted_sums(plan, columns)
+            rows = ops.reciprocal(sums if valid is None else sums + is_padding)
+        return log_plan + ops.log(rows) + ops.log(ops.transpose(columns, (0, 2, 1)))
 
     # The first scaling of columns, and that of rows. `log_softmax` subtracts the
     # largest logit first, which avoids rounding errors for large logits.
-    log_plan = ops.log(mass) + ops.log_softmax(logits, axis=1)
-    log_plan = ops.log_softmax(log_plan, axis=2)
+    log_plan = ops.log_softmax(ops.log_softmax(logits, axis=1), axis=2)
     if valid is not None:
         # Rows of padding have no weight.
-        log_plan = ops.where(is_token, log_plan, never)
+        log_plan = where(is_token, log_plan, never)
     # The rest: an update of the logarithm for every four scalings
     left = num_iterations - 1
     if left % _SCALINGS:
@@ -92,7 +111,18 @@ def _sinkhorn_plan(logits, num_iterations, valid):
             lambda _, log_plan: iterate(log_plan), left // _SCALINGS, log_plan
         )
     plan = ops.exp(log_plan)
-    return plan if valid is None else ops.where(valid, plan, 0.0)
+    return plan if valid is None else where(valid, plan, 0.0)
+
+
+def _weighted_sums(x, weights):
+    """Return the sums over the last axis, `(G, N, M)` times `(G, M, 1)`: `(G, N, 1)`.
+
+    Not products of matrices on JAX and TensorFlow, which compute these in TF32 on GPUs.
+    """
+    if keras.backend.backend() == "torch":
+        return batch_matmul(x, weights)
+    weights = ops.transpose(weights, (0, 2, 1))
+    return ops.sum(x * weights, axis=2, keepdims=True)
 
 
 def sparse_transport_plan(
@@ -145,7 +175,7 @@ def sparse_transport_plan(
         raise ValueError(
             f"`capacity` must be a positive integer. Received: capacity={capacity}."
         )
-    scores = float32_at_least(scores)
+    scores, valid, limit = float32_at_least(scores), tensor(valid), tensor(limit)
     capacity = min(capacity, scores.shape[1])
     solver = (num_iterations, learning_rate, tolerance)
     return _sparse_transport_plan(scores, capacity, *solver, valid, sharded, limit)
@@ -155,99 +185,139 @@ def sparse_transport_plan(
 def _sparse_transport_plan(
     scores, capacity, num_iterations, learning_rate, tolerance, valid, sharded, limit
 ):
-    scores = ops.stop_gradient(scores)
-    # (G, 1, 1)
-    column = _num_tokens(scores, valid) / scores.shape[-1]
-    # Still finite after division by the least mass of a column, `1 / E`
-    never = lowest(scores) / scores.shape[-1]
-    scores = ops.clip(scores, 0.5 * never, -0.5 * never)
+    scores, num_experts = ops.stop_gradient(scores), scores.shape[-1]
+    never = lowest(scores) / num_experts
     # (G, E, S), (G, 1, S)
-    scores = ops.transpose(scores, (0, 2, 1))
+    scores = ops.transpose(clip(scores, -0.5 * never), (0, 2, 1))
     row = ops.ones_like(scores[:, :1])
     if valid is not None:
-        valid = ops.expand_dims(valid, 1)
-        scores = ops.where(valid, scores, never)
-        row = ops.where(valid, row, 0.0)
-
+        valid = valid[:, None]
+        scores = where(valid, scores, never)
+        row = ops.cast(valid, scores.dtype)
+    # A number that is added to all scores of an expert changes nothing: then small ones
+    # beside the variables of tokens are not rounded.
+    scores = scores - largest_entry(scores)
+    if keras.backend.backend() == "torch" and scores.device.type != "mps":
+        # So that ties go to the lower index: far less than float32 resolves
+        index = positions(scores.shape[-1], scores)
+        scores = scores.double() - 2.0**-40 * index
+    # (G, 1, 1), the mass of an expert; at least that of one token, as it is a divisor
+    column = at_least(ops.sum(row, axis=2, keepdims=True), 1.0) / num_experts
+    # (k,), the numbers of non-zeros, and (G, 1, k), infinity for those that a group may
+    # not have
+    count, excess = positions(capacity, scores), None
     if limit is not None:
-        limit = ops.minimum(reshape(limit, (-1, 1, 1)), capacity)
+        excess = ops.cast(count < reshape(limit, (-1, 1, 1)), scores.dtype)
+        excess = ops.reciprocal(excess) - 1.0
+    count = ops.cast(count + 1, scores.dtype)
 
-    def plan_of(dual):
-        # (G, E, S), given a number for each token, (G, 1, S)
-        points = ops.divide(dual + scores, column)
-        return column * _project(points, capacity, sharded, limit)
+    def plan_of(dual, start=0.0):
+        """Return the plan for numbers of the tokens, `(G, 1, S)`, added to a start."""
+        return _project(scores + dual, column, count, sharded, excess, start)
 
-    def gradient_at(dual):
-        return ops.sum(plan_of(dual), axis=1, keepdims=True) - row
+    # Of each expert its part of what a token shall receive
+    share = ops.zeros_like(scores) - row / num_experts
 
-    def unsolved(gradient):
-        norm = ops.sqrt(ops.sum(ops.square(gradient), axis=-1, keepdims=True))
-        return ops.cast(norm > tolerance, gradient.dtype)
+    def step(number, state):
+        """Return the state after one of Adam's steps, with the gradient before it."""
+        dual, first, second, _ = state
+        gradient = ops.sum(plan_of(dual, share), axis=1, keepdims=True)
+        return *_adam(dual, first, second, gradient, number, learning_rate), gradient
 
-    def adam_step(step, state):
-        # `running` is 0 for groups that have ended, (G, 1, 1).
-        dual, first, second, running = state
-        gradient = gradient_at(dual)
-        first = 0.9 * first + 0.1 * gradient
-        second = 0.999 * second + 0.001 * ops.square(gradient)
-        count = ops.cast(step + 1, dual.dtype)
-        first_unbiased = first / (1.0 - 0.9**count)
-        second_unbiased = second / (1.0 - 0.999**count)
-        update = first_unbiased / (ops.sqrt(second_unbiased) + 1e-8)
-        dual = dual - learning_rate * running * update
-        return dual, first, second, running * unsolved(gradient)
-
-    # If zero is a solution, no step is taken: Adam would make a full step, even for a
-    # gradient of rounding errors.
-    zeros = ops.zeros_like(row)
-    start = (zeros, zeros, zeros, unsolved(gradient_at(zeros)))
-    dual = repeat(adam_step, num_iterations, start)[0]
-    plan = plan_of(dual)
+    zeros = ops.zeros_like(scores[:, :1])
+    duals, _, _, gradients = _trace(step, num_iterations, (zeros,) * 4)
+    # (iterations, G, 1, 1). If zero is a solution, a group takes no step: Adam would
+    # make a full step, even for a gradient of rounding errors. Otherwise it ends with
+    # the step that starts at a solution.
+    errors = ops.sum(ops.square(gradients), axis=-1, keepdims=True)
+    unsolved = ops.cast(errors > tolerance**2, scores.dtype)
+    goes_on = ops.cumprod(unsolved, axis=0)
+    last = ops.sum(goes_on[:-1], axis=0, keepdims=True)
+    index = ops.broadcast_to(ops.cast(last, INDEX), ops.shape(duals[:1]))
+    plan = plan_of(take_along(duals, index, axis=0)[0] * unsolved[0])
+    plan = ops.cast(plan, row.dtype)
     if valid is not None:
         # Groups of padding alone have an empty plan.
-        plan = ops.where(valid, plan, 0.0)
+        plan = where(valid, plan, 0.0)
     return ops.stop_gradient(ops.transpose(plan, (0, 2, 1)))
 
 
-def _project(points, k, sharded, limit=None):
-    """Return the nearest points on the simplex with at most `k` non-zeros.
+def _adam(x, first, second, gradient, number, learning_rate):
+    """Return a variable and both moments after step 0, 1, ... of Adam."""
+    if keras.backend.backend() == "torch":
+        # The same in five operations: the second moment is kept divided by
+        # `0.999**number`.
+        rate, scale = learning_rate / (1.0 - 0.9 ** (number + 1)), 0.999**number
+        norm = (scale * 0.999 / (1.0 - 0.999 ** (number + 1))) ** 0.5
+        first = first.lerp(gradient, 0.1)
+        second = second.addcmul(gradient, gradient, value=0.001 / (0.999 * scale))
+        root = second.sqrt() + 1e-8 / norm
+        return x.addcdiv(first, root, value=-rate / norm), first, second
+    number = ops.cast(number + 1, x.dtype)
+    first = 0.9 * first + 0.1 * gradient
+    second = 0.999 * second + 0.001 * ops.square(gradient)
+    root = ops.sqrt(second / (1.0 - 0.999**number)) + 1e-8
+    update = first / (1.0 - 0.9**number) / root
+    return x - learning_rate * update, first, second
 
-    The simplex is that of the last axis. Ties for the last non-zero go to the lower
-    index. `limit` is an optional int tensor used in place of `k`, at most `k`.
+
+def _trace(step, count, state):
+    """Return the states after 1, 2, ... `count` steps, tensors `(count, ...)`."""
+    if keras.backend.backend() == "torch":
+        states = [state]
+        for number in range(count):
+            states.append(step(number, states[-1]))
+        return [ops.stack(parts) for parts in zip(*states[1:], strict=True)]
+
+    def next_state(state, number):
+        state = step(number, state)
+        return state, state
+
+    return ops.scan(next_state, state, ops.arange(count))[1]
+
+
+def _project(points, mass, count, sharded, excess, start):
+    """Return the nearest points of a mass with at most `k` non-zeros, plus a start.
+
+    They are not negative, and the last axis of each adds up to its mass. Ties for the
+    last non-zero go to the lower index.
+
+    Args:
+        points: `(G, E, S)` tensor.
+        mass: `(G, 1, 1)` tensor.
+        count: `(k,)` tensor, 1, 2, ... `k`.
+        sharded: bool, see `token_choice`.
+        excess: optional `(G, 1, k)` tensor, infinity for non-zeros that groups may not
+            have, 0 for others.
+        start: number, or a tensor like `points`.
     """
-    # (..., k), descending
-    chosen = top_values(points, k, sharded)
-    counts = ops.arange(1, k + 1, dtype=points.dtype)
-    # The simplex threshold, less the largest point, is the largest of these candidates.
-    # Points more than 1 below the largest do not change it.
-    top = largest_entry(chosen)
-    candidates = ops.maximum(chosen - top, -1.0)
-    candidates = (ops.cumsum(candidates, axis=-1) - 1.0) / counts
-    if limit is not None:
-        inside = ops.arange(k, dtype="int32") < limit
-        candidates = ops.where(inside, candidates, -float("inf"))
-        chosen = ops.where(inside, chosen, float("inf"))
-        k = limit
-    threshold = largest_entry(candidates)
-    # Not `chosen[..., -1:]`: XLA would replace `top_k` and the slice by a full sort.
-    last = smallest_entry(chosen)
+    k, is_torch = count.shape[0], keras.backend.backend() == "torch"
+    # (G, E, k), descending
+    if is_torch:
+        chosen, index = points.topk(k)
+    else:
+        chosen = top_values(points, k, sharded)
+        # Not `chosen[..., -1:]`: XLA would replace `top_k` and the slice by a full
+        # sort.
+        last = smallest_entry(chosen if excess is None else chosen + excess)
+    if excess is not None:
+        chosen = chosen - excess
+    # With the first j points the rest has the mass if this is taken from each: the
+    # largest of these candidates is the threshold.
+    threshold = largest_entry((ops.cumsum(chosen, axis=-1) - mass) / count)
+    if is_torch:
+        kept = (chosen - threshold).relu()
+        if not isinstance(start, float):
+            return start.scatter_add(-1, index, kept)
+        return ops.zeros_like(points).scatter(-1, index, kept)
+    if excess is not None:
+        k = ops.sum(ops.cast(excess == 0, "int32"), axis=-1, keepdims=True)
     # All above the last one are kept, and of those equal to it the first ones.
     above = points > last
-    tied = ops.cast(ops.equal(points, last), "int32")
+    tied = ops.cast(points == last, "int32")
     room = k - ops.sum(ops.cast(above, "int32"), axis=-1, keepdims=True)
-    kept = ops.logical_or(
-        above, ops.logical_and(tied > 0, ops.cumsum(tied, axis=-1) <= room)
-    )
-    return ops.where(kept, ops.relu(points - top - threshold), 0.0)
-
-
-def _num_tokens(scores, valid):
-    """Return the number of tokens of each group without padding, `(G, 1, 1)` float."""
-    if valid is None:
-        return ops.full_like(scores[:, :1, :1], scores.shape[1])
-    # At least one, as it is a divisor
-    count = ops.maximum(ops.sum(ops.cast(valid, scores.dtype), axis=1), 1.0)
-    return reshape(count, (-1, 1, 1))
+    kept = above | ((tied > 0) & (ops.cumsum(tied, axis=-1) <= room))
+    return start + where(kept, ops.relu(points - threshold), 0.0)
 
 
 def _check_num_iterations(num_iterations):

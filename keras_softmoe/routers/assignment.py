@@ -19,7 +19,7 @@ from keras_softmoe.ops.assignment import (
     kept_tokens,
 )
 from keras_softmoe.ops.kernels import reshape
-from keras_softmoe.ops.numbers import tiny
+from keras_softmoe.ops.numbers import at_least, count_true, tiny, where
 from keras_softmoe.ops.selection import (
     smallest_entry,
     take_along,
@@ -143,10 +143,9 @@ class TokenChoice:
         # Zero for padding in a plan, and where the probabilities of all choices
         # underflow: the gates are zero then.
         nothing = tiny(total)
-        inverse = 1.0 / ops.maximum(total, nothing)
         # First scaled to about 1: the gradient of a quotient squares its divisor.
-        inverse = ops.where(total > nothing, inverse, 0.0)
-        total = ops.maximum(ops.sum(found * inverse, axis=-1, keepdims=True), 0.5)
+        inverse = where(total > nothing, 1.0 / at_least(total, nothing), 0.0)
+        total = at_least(ops.sum(found * inverse, axis=-1, keepdims=True), 0.5)
         return scores * (inverse / total)
 
 
@@ -179,25 +178,25 @@ class Race(ExpertChoice):
             pairs = reshape(scores, (-1, num_tokens * num_experts))
             count = num_tokens * self.num_selected_experts
             found = smallest_entry(top_values(pairs, count, sharded))
-            return ops.expand_dims(found, -1)
+            return found[..., None]
         # The number of winners differs between groups: sort all pairs, padding last,
         # and look up the last winner of each group.
         scores = with_real_first(scores, ops.expand_dims(valid, -1))
         pairs = reshape(scores, (-1, num_tokens * num_experts))
         falling = -ops.sort(-pairs, axis=-1)
-        count = ops.sum(ops.cast(valid, "int32"), axis=-1, keepdims=True)
-        last = ops.maximum(count * self.num_selected_experts - 1, 0)
-        return ops.expand_dims(take_along(falling, last, axis=-1), -1)
+        count = count_true(valid, axis=-1, keepdims=True)
+        last = at_least(count * self.num_selected_experts - 1, 0)
+        return take_along(falling, last, axis=-1)[..., None]
 
     def winners(self, scores, threshold, valid):
         """Return a `(G, S, E)` bool mask of the pairs at or above a threshold."""
         won = scores >= threshold
-        return won if valid is None else ops.logical_and(won, valid[..., None])
+        return won if valid is None else won & valid[..., None]
 
     def assign(self, selection, chosen, slots, valid, masks, seed, sharded):
         token, filled = expert_choice(selection, slots, valid, sharded)
         # Winners in the slots of their expert, the best first; others leave theirs
         # empty. (G, E, S)
         won = ops.transpose(chosen, (0, 2, 1))
-        filled = ops.logical_and(filled, take_along(won, token, axis=-1))
-        return ops.where(filled, token, 0), filled
+        filled = filled & take_along(won, token, axis=-1)
+        return where(filled, token, 0), filled

@@ -6,6 +6,7 @@ from keras import ops
 from keras_softmoe.ops import SlotRouting
 from keras_softmoe.ops.assignment import check_num_tokens, identity
 from keras_softmoe.ops.kernels import reshape
+from keras_softmoe.ops.numbers import INDEX, count_true, positions, where
 from keras_softmoe.ops.selection import take_along
 from keras_softmoe.routers.router import Decision, Router
 
@@ -52,14 +53,13 @@ class IdentityRouter(Router):
         num_groups, num_tokens = ops.shape(tokens)[0], tokens.shape[1]
         token, filled = identity(num_groups, num_tokens, self.num_experts)
         if valid is not None:
-            # Real tokens take the slots of a sequence without padding.
-            index = ops.arange(num_tokens, dtype="int32")
-            # Positions of the real tokens first, in their order, (G, S)
-            order = ops.argsort(ops.where(valid, index, index + num_tokens), axis=-1)
-            count = ops.sum(ops.cast(valid, "int32"), axis=-1)
-            filled = token < reshape(count, (-1, 1, 1))
+            # Real tokens take the slots of a sequence without padding: their positions
+            # come first, in their order, (G, S).
+            index = positions(num_tokens, valid)
+            order = ops.sort(index + num_tokens * ops.cast(~valid, INDEX)) % num_tokens
+            filled = token < count_true(valid, axis=-1)[:, None, None]
             place = reshape(token, (num_groups, num_tokens))
-            by_slot = reshape(take_along(order, place, axis=1), ops.shape(token))
-            token = ops.where(filled, ops.cast(by_slot, "int32"), 0)
+            token = reshape(take_along(order, place, axis=1), token.shape)
+            token = ops.cast(where(filled, token, 0), "int32")
         routing = SlotRouting(token, filled, ops.cast(filled, tokens.dtype))
         return Decision(routing, {})

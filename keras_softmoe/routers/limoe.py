@@ -1,5 +1,6 @@
 """LIMoE's router and the sets of losses of its paper."""
 
+import functools
 from collections.abc import Sequence
 from typing import ClassVar, Unpack
 
@@ -19,7 +20,7 @@ from keras_softmoe.ops.assignment import (
     assign_choices,
     check_num_selected_experts,
 )
-from keras_softmoe.ops.numbers import lowest
+from keras_softmoe.ops.numbers import Constant, lowest, positions, where
 from keras_softmoe.routers.assignment import TokenChoice
 from keras_softmoe.routers.losses import MODALITIES, RoutingLoss
 from keras_softmoe.routers.router import check_num_experts
@@ -189,20 +190,11 @@ class Modalities:
         if len(kept_experts) != num_experts:
             raise ValueError(f"`num_experts` is the number of kept experts. {found}")
 
-    def masks(self, group_tokens, modalities):
+    def masks(self, tokens, modalities):
         """Return a dict from modalities to the `(1, S)` bool masks of their tokens."""
-        names = [name for name, count in modalities for _ in range(count)]
-        if not names or set(names) - set(MODALITIES) or group_tokens % len(names):
-            raise ValueError(
-                "This router needs the modality of each token: pass "
-                "`modalities=(('image', 64), ('text', 16))`. Received: "
-                f"modalities={modalities} for {group_tokens} tokens in a group."
-            )
-        # A group has the tokens of several pairs, one after the other.
-        names = np.tile(names, group_tokens // len(names))
-        return {
-            name: ops.convert_to_tensor((names == name)[None]) for name, _ in modalities
-        }
+        known = tuple((name, count) for name, count in modalities)
+        masks = _masks(tokens.shape[1], known)
+        return {name: mask.on(tokens) for name, mask in masks.items()}
 
     def logits(self, tokens, kernels, masks):
         """Return the `(G, S, E)` products of tokens and kernels."""
@@ -218,29 +210,28 @@ class Modalities:
 
     def allowed(self, logits, masks):
         """Return the logits, the lowest for experts closed to a modality."""
-        for name, mask in masks.items():
-            barred = self._barred(name, logits.shape[-1])
-            if barred.any():
-                # Which token may not choose which expert, (1, S, E)
-                barred = ops.logical_and(ops.expand_dims(mask, -1), barred)
-                # Lower than any noise, and a probability of zero
-                logits = ops.where(barred, lowest(logits), logits)
+        num_experts = logits.shape[-1]
+        experts = positions(num_experts, logits)
+        # Images have the first experts, text the last; in between they share. Barred
+        # logits are lower than with any noise, and have a probability of zero.
+        if "image" in masks and self.image_experts:
+            is_open = ~masks["image"][..., None] | (experts < self.image_experts)
+            logits = where(is_open, logits, lowest(logits))
+        if "text" in masks and self.text_experts:
+            first = num_experts - self.text_experts
+            is_open = ~masks["text"][..., None] | (experts >= first)
+            logits = where(is_open, logits, lowest(logits))
         return logits
-
-    def _barred(self, modality, num_experts):
-        """Return an `(E,)` bool array of the experts closed to a modality."""
-        # Images have the first experts, text the last; in between they share.
-        index = np.arange(num_experts)
-        if modality == "image":
-            return index >= (self.image_experts or num_experts)
-        return index < num_experts - (self.text_experts or num_experts)
 
     def kept(self, probabilities):
         """Return the probabilities of the experts that were not pruned."""
         if not self.is_pruned:
             return probabilities
         # After the softmax over all, so that gates stay as large as in training
-        return ops.take(probabilities, np.array(self.kept_experts), axis=-1)
+        index = _kept_experts(self.kept_experts).on(probabilities)
+        if keras.backend.backend() == "torch":
+            return probabilities.index_select(-1, index)
+        return ops.take(probabilities, index, axis=-1)
 
 
 @policy
@@ -261,7 +252,7 @@ class ModalityTokenChoice(TokenChoice):
             if modality in masks:
                 # 1 for tokens of the modality, 0 for others: ties go by position.
                 mask = ops.cast(masks[modality], "float32")
-                priority = ops.zeros_like(selection[..., 0]) + mask
+                priority = ops.broadcast_to(mask, ops.shape(selection)[:2])
         return assign_choices(
             selection, chosen, slots, priority, valid, seed=seed, sharded=sharded
         )
@@ -366,5 +357,24 @@ class LIMoERouter(SparseRouter):
         )
 
     def call(self, tokens, valid=None, training=False, num_tokens=None, modalities=()):
-        masks = self.modalities.masks(tokens.shape[1], modalities)
+        masks = self.modalities.masks(tokens, modalities)
         return self._decide(tokens, valid, training, num_tokens, masks)
+
+
+@functools.lru_cache(maxsize=256)
+def _masks(group_tokens, modalities):
+    names = [name for name, count in modalities for _ in range(count)]
+    if not names or set(names) - set(MODALITIES) or group_tokens % len(names):
+        raise ValueError(
+            "This router needs the modality of each token: pass "
+            "`modalities=(('image', 64), ('text', 16))`. Received: "
+            f"modalities={modalities} for {group_tokens} tokens in a group."
+        )
+    # A group has the tokens of several pairs, one after the other.
+    names = np.tile(names, group_tokens // len(names))
+    return {name: Constant((names == name)[None]) for name, _ in modalities}
+
+
+@functools.lru_cache(maxsize=256)
+def _kept_experts(kept_experts):
+    return Constant(np.array(kept_experts, "int32"))

@@ -5,6 +5,7 @@ from typing import Unpack
 import keras
 
 from keras_softmoe import ops
+from keras_softmoe.ops.numbers import at_least, where
 from keras_softmoe.routers.assignment import Race
 from keras_softmoe.routers.losses import RoutingLoss
 from keras_softmoe.routers.scores import Logits
@@ -85,20 +86,20 @@ class ExpertRaceRouter(SparseRouter):
 
     def _move_threshold(self, lowest, valid):
         """Move the threshold to the lowest winners of the groups, `(G, 1, 1)`."""
-        has_tokens = keras.ops.ones_like(lowest)
-        if valid is not None:
-            # Images that fill up a batch may be a group of their own.
-            has_tokens = keras.ops.any(valid, axis=-1)
-            has_tokens = keras.ops.cast(has_tokens[:, None, None], "float32")
-            lowest = keras.ops.where(has_tokens > 0, lowest, 0.0)
-        groups = keras.ops.sum(has_tokens)
-        mean = keras.ops.sum(lowest) / keras.ops.maximum(groups, 1.0)
-        # A batch of padding moves nothing.
-        is_any = keras.ops.cast(groups > 0, "float32")
+        if valid is None:
+            mean, is_any = keras.ops.mean(lowest), 1.0
+        else:
+            # Images that fill up a batch may be a group of their own. A batch of
+            # padding moves nothing.
+            has_tokens = keras.ops.any(valid, axis=-1)[:, None, None]
+            groups = keras.ops.sum(keras.ops.cast(has_tokens, lowest.dtype))
+            lowest = where(has_tokens, lowest, 0.0)
+            mean = keras.ops.sum(lowest) / at_least(groups, 1.0)
+            is_any = keras.ops.cast(groups > 0, lowest.dtype)
         count = self.num_thresholds + is_any
-        rate = 1.0 - self.assignment.threshold_momentum
         # The mean of all steps, until a moving average has seen enough of them
-        rate = keras.ops.maximum(rate, 1.0 / keras.ops.maximum(count, 1.0))
+        rate = 1.0 - self.assignment.threshold_momentum
+        rate = at_least(1.0 / at_least(count, 1.0), rate)
         change = is_any * rate * (mean - self.threshold)
         self.threshold.assign(self.threshold + change)
         self.num_thresholds.assign(count)

@@ -26,6 +26,7 @@ from keras_softmoe.ops.capacity import (
     rounded_capacity,
 )
 from keras_softmoe.ops.kernels import softmax
+from keras_softmoe.ops.numbers import Constant
 from keras_softmoe.sharding.constraints import is_distributed
 
 live = functools.partial(field, metadata={"live": True})
@@ -142,7 +143,7 @@ class Capacity:
 
 @functools.lru_cache(maxsize=256)
 def slots_by_length(capacity, factor, largest, choices, num_experts):
-    """Return the slots for 0, 1, ... tokens, at least one: `(largest + 1,)` int32.
+    """Return the slots for 0, 1, ... tokens, at least one, `(largest + 1,)`.
 
     Cached, as each eager call needs it. The arguments are as in `Capacity.slots`.
     """
@@ -154,7 +155,7 @@ def slots_by_length(capacity, factor, largest, choices, num_experts):
             # So few tokens would have less than one slot.
             return 1
 
-    return np.array([1, *map(slots, range(1, largest + 1))], "int32")
+    return Constant(np.array([1, *map(slots, range(1, largest + 1))], "int32"))
 
 
 # === Scores ===

@@ -17,7 +17,7 @@ from keras_softmoe.checks import (
 )
 from keras_softmoe.ops import DenseRouting
 from keras_softmoe.ops.kernels import reshape, softmax
-from keras_softmoe.ops.numbers import lowest, normal_like
+from keras_softmoe.ops.numbers import lowest, normal_like, where
 from keras_softmoe.ops.selection import zero_padding
 from keras_softmoe.routers.router import Decision, Router
 from keras_softmoe.sharding.constraints import (
@@ -167,7 +167,7 @@ class SoftRouter(Router):
         # 2. Dispatch weights: each slot averages the tokens of its group.
         dispatch = uniform if self.dispatch == "uniform" else logits
         if valid is not None:
-            dispatch = ops.where(ops.expand_dims(valid, -1), dispatch, lowest(dispatch))
+            dispatch = where(valid[..., None], dispatch, lowest(dispatch))
         dispatch = softmax(dispatch, axis=1)
         # 3. Combine weights: each token averages the outputs of all slots.
         combine = softmax(uniform if self.combine == "uniform" else logits, axis=-1)

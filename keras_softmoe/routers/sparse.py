@@ -14,8 +14,8 @@ from keras_softmoe.keras_adapter.layers import flatten_layers
 from keras_softmoe.keras_adapter.runs import before_compiling_distillers
 from keras_softmoe.ops import SlotRouting
 from keras_softmoe.ops.assignment import gates_of_slots
-from keras_softmoe.ops.kernels import reshape
-from keras_softmoe.ops.numbers import normal_like
+from keras_softmoe.ops.kernels import take_rows
+from keras_softmoe.ops.numbers import at_least, normal_like, positions, where
 from keras_softmoe.ops.routing import choice_routing
 from keras_softmoe.ops.selection import take_along
 from keras_softmoe.routers.losses import (
@@ -322,7 +322,7 @@ class SparseRouter(Router, PolicySettings):
             self.choices_per_token,
             self.num_experts,
         )
-        return ops.take(ops.convert_to_tensor(table), num_tokens, axis=0)
+        return take_rows(table.on(num_tokens), num_tokens)
 
     # === Losses ===
 
@@ -333,7 +333,7 @@ class SparseRouter(Router, PolicySettings):
             probabilities = self.scores.probabilities(logits)
         # Losses of one modality are means over its real tokens, (G or 1, S).
         of_modalities = {
-            name: mask if valid is None else ops.logical_and(mask, valid)
+            name: mask if valid is None else mask & valid
             for name, mask in masks.items()
         }
         return Routed(
@@ -380,7 +380,7 @@ class SparseRouter(Router, PolicySettings):
             masks = {}
             if self.modalities is not None:
                 modalities = kwargs.get("modalities", ())
-                masks = self.modalities.masks(tokens.shape[1], modalities)
+                masks = self.modalities.masks(tokens, modalities)
             logits, chosen = summary["logits"], None
             # Only the loss of a race depends on who won.
             if any(loss.needs_race for loss in self.routing_losses):
@@ -423,9 +423,9 @@ def _first_slots(token, filled, limit):
 
     Slots are filled by priority: a smaller capacity would have filled these.
     """
-    slots = ops.arange(filled.shape[-1], dtype="int32")
-    filled = ops.logical_and(filled, slots < reshape(limit, (-1, 1, 1)))
-    return ops.where(filled, token, 0), filled
+    slots = positions(filled.shape[-1], filled)
+    filled = filled & (slots < limit[:, None, None])
+    return where(filled, token, 0), filled
 
 
 def _mean_of_groups(losses, num_tokens):
@@ -436,10 +436,10 @@ def _mean_of_groups(losses, num_tokens):
             return ops.mean(losses)
         # On TensorFlow the batch size may be known only when the graph runs.
         groups = ops.cast(ops.shape(losses)[0], losses.dtype)
-        return ops.sum(losses) / ops.maximum(groups, 1.0)
+        return ops.sum(losses) / at_least(groups, 1.0)
     has_tokens = num_tokens > 0
-    count = ops.maximum(ops.sum(ops.cast(has_tokens, losses.dtype)), 1.0)
-    return ops.sum(ops.where(has_tokens, losses, 0.0)) / count
+    count = at_least(ops.sum(ops.cast(has_tokens, losses.dtype)), 1.0)
+    return ops.sum(where(has_tokens, losses, 0.0)) / count
 
 
 def _warn_of_losses_left_out(distiller):

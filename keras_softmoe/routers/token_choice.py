@@ -6,6 +6,7 @@ import keras
 
 from keras_softmoe import ops
 from keras_softmoe.checks import quote
+from keras_softmoe.ops.numbers import positions, where
 from keras_softmoe.routers.assignment import TokenChoice
 from keras_softmoe.routers.losses import RoutingLoss
 from keras_softmoe.routers.scores import Sinkhorn, TokenScores
@@ -114,20 +115,19 @@ class SoftmaxTokenChoiceRouter(SparseRouter):
 
     def _move_bias(self, chosen, valid):
         """Move the bias by the choices of a batch, `(G, S, K)`."""
-        experts = keras.ops.arange(self.num_experts, dtype="int32")
         # Which valid tokens chose which expert, (G, S, K, E), and how many, (E,)
-        counted = keras.ops.equal(keras.ops.expand_dims(chosen, -1), experts)
+        counted = chosen[..., None] == positions(self.num_experts, chosen)
         if valid is not None:
-            counted = keras.ops.logical_and(counted, valid[..., None, None])
+            counted = counted & valid[..., None, None]
         load = keras.ops.sum(keras.ops.cast(counted, "float32"), axis=(0, 1, 2))
         # With accumulated gradients one move follows the choices of all their calls.
         every = self.scores.bias_update_every
         if every > 1:
             load, calls = self.load + load, self.calls + 1.0
             is_due = calls >= every
-            self.load.assign(keras.ops.where(is_due, 0.0, load))
-            self.calls.assign(keras.ops.where(is_due, 0.0, calls))
-            load = keras.ops.where(is_due, load, 0.0)
+            self.load.assign(where(~is_due, load, 0.0))
+            self.calls.assign(where(~is_due, calls, 0.0))
+            load = where(is_due, load, 0.0)
         # The sign of mean minus load, without a division, which would round
         under = keras.ops.sign(keras.ops.sum(load) - self.num_experts * load)
         self.bias.assign(self.bias + self.scores.bias_update_rate * under)
