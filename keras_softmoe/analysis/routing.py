@@ -8,21 +8,13 @@ from typing import NamedTuple
 import keras
 from numpy.typing import ArrayLike
 
+from keras_softmoe.analysis import streaming
 from keras_softmoe.analysis.blocks import BlockReducer, check_labels
 from keras_softmoe.analysis.figures import FIGURES, draw
 from keras_softmoe.analysis.maps import ExampleReducer, MapReducer, PatchReducer
 from keras_softmoe.analysis.modalities import ModalityReducer, WordReducer
 from keras_softmoe.analysis.report import name_of, text_of, write_report
 from keras_softmoe.analysis.soft import SoftReducer
-from keras_softmoe.analysis.streaming import (
-    backbone_of,
-    chooses,
-    is_limoe,
-    observe,
-    pairs_of,
-    routers_of,
-    tokens_per_input,
-)
 from keras_softmoe.checks import check_choice, check_whole_numbers
 from keras_softmoe.evaluation.sweeps import keep_settings
 from keras_softmoe.types import Data, Figure, Texts
@@ -187,17 +179,17 @@ def analyze(
         >>> figure = routing.plot("tokens_per_slot")
     """
     check_whole_numbers(0, num_pictures=num_pictures)
-    backbone, _ = backbone_of(model, preprocessor)
-    routers = routers_of(backbone)
+    backbone, _ = streaming.backbone_of(model, preprocessor)
+    routers = streaming.routers_of(backbone)
     if labels is not None and hasattr(data, "shape"):
         check_labels(len(data), labels)
-    pairs = pairs_of(model, data, captions, preprocessor)
+    pairs = streaming.pairs_of(model, data, captions, preprocessor)
     if capacity_factors:
         _check_has_capacity(backbone, routers, num_pictures)
     reducers = _reducers(backbone, routers, labels, tagger, num_pictures, pairs)
     run = list(reducers.values())
     if pairs is None:
-        results = observe(model, data, run, batch_size, preprocessor, verbose)
+        results = streaming.observe(model, data, run, batch_size, preprocessor, verbose)
     else:
         results = pairs.observe(run, batch_size, verbose)
     found = dict(zip(reducers, results, strict=True))
@@ -229,7 +221,9 @@ def _reducers(backbone, routers, labels, tagger, num_pictures, pairs):
             )
         reducers["words"] = WordReducer(pairs, tagger)
     if num_pictures:
-        has_patches = hasattr(backbone, "patch_grid") and tokens_per_input(backbone)
+        has_patches = hasattr(backbone, "patch_grid") and streaming.tokens_per_input(
+            backbone
+        )
         if pairs is None and not has_patches:
             raise ValueError(
                 "`num_pictures` needs a `ViTMoEBackbone` with images or a "
@@ -238,7 +232,9 @@ def _reducers(backbone, routers, labels, tagger, num_pictures, pairs):
             )
         reducers["maps"] = MapReducer(backbone, num_pictures, pairs)
         if pairs is None:
-            choosing = [block for block, router in routers.items() if chooses(router)]
+            choosing = [
+                block for block, router in routers.items() if streaming.chooses(router)
+            ]
             reducers["patches"] = PatchReducer(backbone, choosing)
         elif pairs.tokens_choose:
             reducers["examples"] = ExampleReducer(pairs)
@@ -246,7 +242,7 @@ def _reducers(backbone, routers, labels, tagger, num_pictures, pairs):
 
 
 def _check_has_capacity(backbone, routers, num_pictures):
-    if not num_pictures or is_limoe(backbone):
+    if not num_pictures or streaming.is_limoe(backbone):
         raise ValueError(
             "`capacity_factors` needs `num_pictures` and a `ViTMoEBackbone`. Received: "
             f"num_pictures={num_pictures} with {type(backbone).__name__}."
@@ -268,7 +264,7 @@ def _add_discarded(maps, backbone, capacity_factors):
             # Not `capacity_factor`, which `eval_capacity_factor` may replace.
             backbone.set_routing(eval_capacity_factor=factor)
             reducers = [MapReducer(backbone, len(images))]
-            (found,) = observe(backbone, [images], reducers, verbose=0)
+            (found,) = streaming.observe(backbone, [images], reducers, verbose=0)
             for block, at_factor in found.items():
                 discarded[block][factor] = at_factor.main_experts < 0
     for block, found in discarded.items():

@@ -10,14 +10,8 @@ from keras_softmoe.checks import check_choice, check_names, quote
 from keras_softmoe.keras_adapter.surgery import sublayers
 from keras_softmoe.layers import MoE, SoftMoE
 from keras_softmoe.models.backbone import MoEBackbone
+from keras_softmoe.models.with_experts import mlp_sites
 from keras_softmoe.models.with_experts.copies import copy_of, task_with
-from keras_softmoe.models.with_experts.mlp_sites import (
-    check_blocks,
-    check_routers,
-    find_sites,
-    keeps_outputs,
-    places_of,
-)
 from keras_softmoe.models.with_experts.model import class_with_experts
 from keras_softmoe.models.with_experts.token_shapes import check_sites
 from keras_softmoe.routers import Router
@@ -98,8 +92,8 @@ def add_experts(
             model.backbone, blocks, router, sites, start, verbose, **moe_settings
         )
         return task_with(model, backbone)
-    found = find_sites(model, sites)
-    blocks = check_blocks(blocks, found)
+    found = mlp_sites.find_sites(model, sites)
+    blocks = mlp_sites.check_blocks(blocks, found)
     chosen = [found[block] for block in blocks]
     for site in chosen:
         inside = [x for part in site.parts for _, x, _ in sublayers(part)]
@@ -112,13 +106,13 @@ def add_experts(
     places = None
     if sites is not None:
         check_sites(model, chosen)
-        places = places_of(model, found)
-    routers = check_routers(router, blocks)
+        places = mlp_sites.places_of(model, found)
+    routers = mlp_sites.check_routers(router, blocks)
     sparse = class_with_experts(type(model))(
         copy_of(model), blocks, router, places, start, moe_settings, name=model.name
     )
     if verbose:
-        kept = start == "shared" or all(map(keeps_outputs, routers.values()))
+        kept = start == "shared" or all(map(mlp_sites.keeps_outputs, routers.values()))
         print(
             f"{model.name!r}: experts in {len(blocks)} of {len(found)} MLPs "
             f"(block{'s' * (len(blocks) > 1)} {', '.join(map(str, blocks))}).",

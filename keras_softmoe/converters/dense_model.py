@@ -15,18 +15,7 @@ import keras_hub
 import numpy as np
 from keras import ops
 
-from keras_softmoe import catalogue
-from keras_softmoe.checkpoints import (
-    CONFIG_FILE,
-    ONE_FILE_SUFFIXES,
-    PREPROCESSOR_FILE,
-    Checkpoint,
-    CheckpointError,
-    fits_positions,
-    is_one_file,
-    read_parameters,
-    read_text_beside,
-)
+from keras_softmoe import catalogue, checkpoints
 from keras_softmoe.checks import check_names
 from keras_softmoe.converters.keras_hub_params import SUPPORTED, read_keras_hub
 from keras_softmoe.models.conversion import model_for
@@ -39,7 +28,7 @@ from keras_softmoe.models.vit import ViTMoEBackbone
 from keras_softmoe.models.vmoe_params import load_vmoe_params
 
 # Sources of a dense Vision Transformer, see `dense_model`
-Source: TypeAlias = str | os.PathLike | Checkpoint | keras.Model
+Source: TypeAlias = str | os.PathLike | checkpoints.Checkpoint | keras.Model
 
 _PATH = str | os.PathLike
 _WEIGHTS = "model.safetensors"
@@ -140,11 +129,11 @@ def image_preprocessor(
 def _converted(source, image_shape, head, changes):
     """Create a model of this library from a source of another one."""
     changes, activation = dict(changes), None
-    if isinstance(source, Checkpoint):
+    if isinstance(source, checkpoints.Checkpoint):
         checkpoint = source
     elif (path := find_file(source)) is not None:
         num_heads = changes.pop("num_heads", None)
-        checkpoint = read_parameters(path, num_heads, image_shape, head)
+        checkpoint = checkpoints.read_parameters(path, num_heads, image_shape, head)
     else:
         model = from_keras_hub(source)
         if own_model(model) is not None:
@@ -162,7 +151,7 @@ def _converted(source, image_shape, head, changes):
         # The classifier sets the size.
         preprocessor = image_preprocessor(source, (1, 1))
     # Otherwise the positions are resampled in the model.
-    fits = image_shape and fits_positions(checkpoint.shapes, image_shape)
+    fits = image_shape and checkpoints.fits_positions(checkpoint.shapes, image_shape)
     model, _ = model_for(
         checkpoint,
         image_shape=image_shape if fits else None,
@@ -226,12 +215,12 @@ def find_file(source):
         return None
     source = _downloaded(os.fspath(source))
     path = Path(source)
-    if is_one_file(source) or Path(f"{source}.index").is_file():
+    if checkpoints.is_one_file(source) or Path(f"{source}.index").is_file():
         return source
     if path.is_file():
         raise ValueError(
             f"Unsupported file format: '{source}'. Accepted: "
-            f"{' and '.join(ONE_FILE_SUFFIXES)}. Pickled files (.bin, .pt, .pth) can "
+            f"{' and '.join(checkpoints.ONE_FILE_SUFFIXES)}. Pickled files (.bin, .pt, .pth) can "
             "execute code: save them as safetensors first."
         )
     if not path.is_dir() or _registered_name(source):
@@ -304,10 +293,12 @@ def converter_settings(source):
 
 def _settings_beside(path):
     """Return scale and offset from the JSON files of `transformers` and `timm`."""
-    about = read_text_beside(path, PREPROCESSOR_FILE)
+    about = checkpoints.read_text_beside(path, checkpoints.PREPROCESSOR_FILE)
     mean, std = about.get("image_mean"), about.get("image_std")
     if mean is None:
-        about = read_text_beside(path, CONFIG_FILE).get("pretrained_cfg")
+        about = checkpoints.read_text_beside(path, checkpoints.CONFIG_FILE).get(
+            "pretrained_cfg"
+        )
         about = about if isinstance(about, dict) else {}
         mean, std = about.get("mean"), about.get("std")
     if mean is None:
@@ -317,7 +308,7 @@ def _settings_beside(path):
         scale = [1.0 / (255.0 * s) for _, s in pairs]
         return {"scale": scale, "offset": [-m / s for m, s in pairs]}
     except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise CheckpointError(
+        raise checkpoints.CheckpointError(
             f"The preprocessing config next to '{path}' is invalid. Received: "
             f"mean={str(mean)[:40]}, std={str(std)[:40]}."
         ) from error
@@ -334,7 +325,9 @@ def _is_own_preset(source):
 
 def _registered_name(directory):
     """Return the registered name in a preset's `config.json`, or `""`."""
-    about = read_text_beside(str(Path(directory, CONFIG_FILE)), CONFIG_FILE)
+    about = checkpoints.read_text_beside(
+        str(Path(directory, checkpoints.CONFIG_FILE)), checkpoints.CONFIG_FILE
+    )
     return str(about.get("registered_name") or "")
 
 

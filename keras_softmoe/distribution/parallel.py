@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import keras
 
 from keras_softmoe.checks import received
-from keras_softmoe.distribution import layouts as rules
+from keras_softmoe.distribution import layouts as rules, sharding_audit
 from keras_softmoe.distribution.layouts import (
     BATCH_AXIS,
     EXPERT_AXIS,
@@ -14,16 +14,7 @@ from keras_softmoe.distribution.layouts import (
     PlacementError,
     layout_map,
 )
-from keras_softmoe.distribution.sharding_audit import (
-    audit,
-    check_equal_weights,
-    check_layer,
-)
-from keras_softmoe.keras_adapter.distributions import (
-    backend_distributes,
-    lay_out_each_batch,
-    share_datasets,
-)
+from keras_softmoe.keras_adapter import distributions
 from keras_softmoe.sharding.constraints import num_shards
 from keras_softmoe.sharding.variables import process_index
 
@@ -169,8 +160,8 @@ class EachBatch:
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        lay_out_each_batch(_layout_of_batch)
-        share_datasets(_share_of_process)
+        distributions.lay_out_each_batch(_layout_of_batch)
+        distributions.share_datasets(_share_of_process)
 
     @property
     def num_devices(self):
@@ -326,14 +317,14 @@ class ExpertParallel(EachBatch, keras.distribution.ModelParallel):
 
     def check_layer(self, layer):
         """Raise `PlacementError` if expert variables of a new layer are replicated."""
-        check_layer(layer, self)
+        sharding_audit.check_layer(layer, self)
 
     def check_model(self, model):
         """Raise `PlacementError` if variables of a model violate the rules."""
-        audit(model, self)
+        sharding_audit.audit(model, self)
         if keras.backend.backend() == "torch":
             # On JAX a replicated variable is one for all processes.
-            check_equal_weights(model)
+            sharding_audit.check_equal_weights(model)
 
     def _key(self, path):
         """Return the key of the rule that matches a path, `None` without one."""
@@ -392,7 +383,7 @@ def _check_backend(feature, also_torch=False):
     backend = keras.backend.backend()
     if backend == "jax":
         return
-    if backend == "torch" and also_torch and backend_distributes():
+    if backend == "torch" and also_torch and distributions.backend_distributes():
         import torch.distributed as dist
 
         if not (dist.is_available() and dist.is_initialized()):
@@ -406,7 +397,7 @@ def _check_backend(feature, also_torch=False):
     if backend == "torch" and also_torch:
         needed += ", or on PyTorch Keras 3.16"
     why = "would silently run on one device"
-    if backend == "torch" and backend_distributes():
+    if backend == "torch" and distributions.backend_distributes():
         why = "does it in another way, which is not supported"
     raise NotImplementedError(
         f"{feature} needs {needed}: Keras {keras.__version__} on {backend!r} {why}. "

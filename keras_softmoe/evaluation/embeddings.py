@@ -7,11 +7,7 @@ import numpy as np
 from keras import ops
 from numpy.typing import ArrayLike
 
-from keras_softmoe.checks import (
-    check_whole_numbers,
-    first_not_finite,
-    is_whole_number,
-)
+from keras_softmoe import checks
 from keras_softmoe.types import Tensor
 
 
@@ -83,9 +79,9 @@ def retrieval(
         )
     owner = _owner(image_of_caption, len(images), len(texts))
     ks = tuple(ks) if np.iterable(ks) else (ks,)
-    if not ks or not all(map(is_whole_number, ks)) or len(set(ks)) < len(ks):
+    if not ks or not all(map(checks.is_whole_number, ks)) or len(set(ks)) < len(ks):
         raise ValueError(f"`ks` must be distinct positive integers. Received: ks={ks}.")
-    check_whole_numbers(1, chunk_size=chunk_size)
+    checks.check_whole_numbers(1, chunk_size=chunk_size)
     of_image, of_text = _ranks(images, texts, owner, chunk_size)
     return Retrieval(
         {int(k): float(_hit_rate(*of_image, k)) for k in ks},
@@ -166,7 +162,7 @@ def check_embeddings(name, embeddings):
             f"{name} with shape={array.shape}, dtype={array.dtype}. They come from "
             "`model.encode_image(images)` and `model.encode_text(texts)`."
         )
-    row = first_not_finite(array)
+    row = checks.first_not_finite(array)
     if row is not None:
         raise ValueError(
             f"`{name}` must be finite. Received: NaN or infinity, first in row {row}."
@@ -268,7 +264,7 @@ def zero_shot(
         >>> found.predictions.shape
         (8,)
     """
-    check_whole_numbers(1, batch_size=batch_size)
+    checks.check_whole_numbers(1, batch_size=batch_size)
     # On first use, since `models` imports KerasHub.
     from keras_softmoe.models import pair_encoding as named
 

@@ -14,17 +14,8 @@ from dataclasses import dataclass
 import keras
 import numpy as np
 
-from keras_softmoe.checks import (
-    check_whole_numbers,
-    first_not_finite,
-    is_whole_number,
-)
-from keras_softmoe.evaluation.ridge import (
-    L2_GRID,
-    best_l2,
-    ridge_probe,
-    sample_support,
-)
+from keras_softmoe import checks
+from keras_softmoe.evaluation import ridge
 
 # === Results ===
 
@@ -148,9 +139,9 @@ def few_shot_probe(
         >>> print(ksm.evaluation.few_shot_probe(sparse, train, test, shots=(1, 2)))
     """
     shots = _integers("shots", shots, minimum=1)
-    check_whole_numbers(1, batch_size=batch_size)
+    checks.check_whole_numbers(1, batch_size=batch_size)
     if not np.iterable(seeds):
-        check_whole_numbers(1, seeds=seeds)
+        checks.check_whole_numbers(1, seeds=seeds)
         seeds = range(seeds)
     seeds = _integers("seeds", seeds, minimum=0)
     grid = _grid(l2)
@@ -181,8 +172,8 @@ def few_shot_probe(
 
     results = []
     for count in shots:
-        draws = [sample_support(y_train, count, seed) for seed in seeds]
-        probes = [ridge_probe(f_train[d], y_train[d], num_classes) for d in draws]
+        draws = [ridge.sample_support(y_train, count, seed) for seed in seeds]
+        probes = [ridge.ridge_probe(f_train[d], y_train[d], num_classes) for d in draws]
         if l2 == "train":
             rests = [np.delete(np.arange(len(y_train)), d) for d in draws]
             scored = [
@@ -193,7 +184,7 @@ def few_shot_probe(
             scored = [probe.accuracy(f_test, y_test, grid) for probe in probes]
         else:
             scored = [[0.0]]
-        best = best_l2([np.mean(scored, axis=0)], grid)
+        best = ridge.best_l2([np.mean(scored, axis=0)], grid)
         accuracies = np.array(
             [probe.accuracy(f_test, y_test, [best])[0] for probe in probes]
         )
@@ -271,7 +262,7 @@ def _to_matrix(output, size, flatten):
 def _integers(name, values, minimum):
     """Return `values` as a tuple of distinct ints."""
     found = tuple(values) if np.iterable(values) else (None,)
-    whole = all(is_whole_number(value, minimum) for value in found)
+    whole = all(checks.is_whole_number(value, minimum) for value in found)
     if not found or not whole or len(set(found)) < len(found):
         raise ValueError(
             f"`{name}` must be distinct integers, each at least {minimum}. "
@@ -283,7 +274,7 @@ def _integers(name, values, minimum):
 def _grid(l2):
     """Return the penalties to choose from."""
     if isinstance(l2, str) and l2 in ("train", "test"):
-        return L2_GRID
+        return ridge.L2_GRID
     number = isinstance(l2, numbers.Real) and not isinstance(l2, bool)
     if not number or not 0 < l2 < math.inf:
         raise ValueError(
@@ -379,7 +370,7 @@ def _check_shape(expected, batch):
 
 
 def _check_finite(name, x, part="x"):
-    row = first_not_finite(x)
+    row = checks.first_not_finite(x)
     if row is not None:
         raise ValueError(
             f"The {part} of `{name}` must be finite. "

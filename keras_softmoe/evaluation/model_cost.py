@@ -6,13 +6,7 @@ from typing import NamedTuple
 
 import keras
 
-from keras_softmoe.architecture import Settings, TwoTowers, ViT, moe_layers_of
-from keras_softmoe.architecture.counting import (
-    Weight,
-    count,
-    count_products,
-    itemsize,
-)
+from keras_softmoe.architecture import Settings, TwoTowers, ViT, counting, moe_layers_of
 from keras_softmoe.checks import check_names, check_whole_numbers
 from keras_softmoe.evaluation.architectures import described
 
@@ -113,7 +107,7 @@ def gflop_per_image(model):
 
     batch = max([moe.group_images or 1 for moe in moe_layers_of(model)], default=1)
     inputs = example_inputs(model, batch)
-    return 2e-9 * count_products(model, [model], inputs) / batch
+    return 2e-9 * counting.count_products(model, [model], inputs) / batch
 
 
 def _is_of_another_library(model):
@@ -132,7 +126,7 @@ def _counts(model, dtype=None):
     weights, products = [], 0
     for tower in found.towers.values() if is_pair else [found]:
         variable = dtype or _variable_dtype(tower.dtype)
-        counts = count(tower.replace(dtype=variable))
+        counts = counting.count(tower.replace(dtype=variable))
         weights += counts.weights
         products += counts.products / tower.group_size
     # Heads: a classifier's, or projections
@@ -141,19 +135,19 @@ def _counts(model, dtype=None):
         dims = found.projection_dims.items()
         heads = [(found.towers[m].output_dim, dim) for m, dim in dims if dim]
         numbers = 1 + (found.logit_bias is not None)
-        weights.append(Weight("contrastive_scale", numbers, "float32"))
+        weights.append(counting.Weight("contrastive_scale", numbers, "float32"))
     if model.num_classes is not None:
         _check_num_classes(model)
         heads = [(found.output_dim, model.num_classes)]
     for width, units in heads:
         variable = dtype or _variable_dtype(model.head_dtype)
-        weights.append(Weight("head", (width + 1) * units, variable))
+        weights.append(counting.Weight("head", (width + 1) * units, variable))
         products += width * units
     return weights, products
 
 
 def _bytes(weight):
-    return math.prod(weight.shape) * itemsize(weight.dtype)
+    return math.prod(weight.shape) * counting.itemsize(weight.dtype)
 
 
 def _variable_dtype(dtype):

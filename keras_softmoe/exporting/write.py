@@ -10,10 +10,7 @@ from keras import ops
 
 from keras_softmoe.architecture import moe_layers_of
 from keras_softmoe.files import atomic_directory, atomic_file
-from keras_softmoe.keras_adapter.exports import (
-    drop_assertions_of_more_than_one,
-    sizes_may_be_one,
-)
+from keras_softmoe.keras_adapter import exports
 
 
 def write(model, filepath, format, input_signature, preprocessing, options):
@@ -129,11 +126,11 @@ def _write_torch(model, filepath, input_signature, options):
         "prefer_deferred_runtime_asserts_over_guards": True,
         **options,
     }
-    with sizes_may_be_one():
+    with exports.sizes_may_be_one():
         # The weights are constants of the function. Those of a module would be written
         # twice.
         exported = torch.export.export(Module(), examples, **arguments)
-    drop_assertions_of_more_than_one(exported.graph_module.graph)
+    exports.drop_assertions_of_more_than_one(exported.graph_module.graph)
     torch.export.save(exported, filepath)
 
 

@@ -8,13 +8,7 @@ import numpy as np
 from keras import ops
 
 from keras_softmoe.checks import check_bools, check_whole_numbers
-from keras_softmoe.keras_adapter.layers import (
-    Layer,
-    is_created_trainable,
-    is_initialized,
-    release_values,
-    states_of_draws,
-)
+from keras_softmoe.keras_adapter import layers
 from keras_softmoe.layers.groups import by_expert
 from keras_softmoe.layers.template import (
     Templates,
@@ -24,15 +18,11 @@ from keras_softmoe.layers.template import (
     serialized_template,
 )
 from keras_softmoe.ops.kernels import chunked_map, reshape
-from keras_softmoe.sharding.constraints import (
-    check_divides_experts,
-    check_layer,
-    is_distributed,
-)
+from keras_softmoe.sharding import constraints
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
-class TemplateExperts(Layer):
+class TemplateExperts(layers.Layer):
     """Experts of any layer, each applied to its own slots.
 
     The weights of all experts are stacked: `stacked_NAME` is `(E, ...)` for a weight of
@@ -72,7 +62,7 @@ class TemplateExperts(Layer):
         check_whole_numbers(1, num_experts=num_experts)
         check_bools(equal_experts=equal_experts)
         check_template(expert)
-        check_divides_experts(num_experts)
+        constraints.check_divides_experts(num_experts)
         super().__init__(**kwargs)
         self.num_experts = num_experts
         self.equal_experts = equal_experts
@@ -92,7 +82,7 @@ class TemplateExperts(Layer):
                 f"with {self.num_experts} experts. Received: slots_shape={slots_shape}."
             )
         template, self._slot_shape = self._templates.build(tuple(slots_shape[3:]))
-        draws = states_of_draws(template)
+        draws = layers.states_of_draws(template)
         if draws:
             self.seed_generator = keras.random.SeedGenerator()
         copies = [template]
@@ -106,8 +96,8 @@ class TemplateExperts(Layer):
         self._maps = {training: self._find_map(training) for training in (False, True)}
         if template is not self.expert:
             # The stacked weights alone are used.
-            release_values(template)
-        check_layer(self)
+            layers.release_values(template)
+        constraints.check_layer(self)
 
     def _find_map(self, training):
         """Return the function that computes a function of one expert for all."""
@@ -157,7 +147,7 @@ class TemplateExperts(Layer):
         """Add a weight with the values of one variable of each expert."""
         first = variables[0]
         shape = (self.num_experts, *first.shape)
-        known = is_initialized(first)
+        known = layers.is_initialized(first)
         if known:
             _check_has_values(self)
 
@@ -171,7 +161,7 @@ class TemplateExperts(Layer):
             # initializer, and they would be constants of the program.
             initializer="zeros" if known else initial,
             dtype=first.dtype,
-            trainable=is_created_trainable(self._templates.used, first),
+            trainable=layers.is_created_trainable(self._templates.used, first),
             # The layers in the template do it, each by its own policy.
             autocast=False,
             regularizer=_of_each(first.regularizer, ops.sum),
@@ -193,7 +183,7 @@ class TemplateExperts(Layer):
         values = [ops.convert_to_tensor(weight) for weight in self.stacked]
         states = []
         if self._templates.draws[bool(training)]:
-            states = states_of_draws(self._templates.used)
+            states = layers.states_of_draws(self._templates.used)
             values += [self._seeds(state.dtype) for state in states]
         map_experts, one = self._maps[bool(training)], self._one(training, states)
         if _is_exporting():
@@ -207,7 +197,9 @@ class TemplateExperts(Layer):
             if states:
                 y = some_experts(x, *values)
             else:
-                y = chunked_map(some_experts, [x, *values], is_distributed())
+                y = chunked_map(
+                    some_experts, [x, *values], constraints.is_distributed()
+                )
             return ops.cast(y, x.dtype)
 
         # One vector per slot for `by_expert`: (G, E, C, H * W * D)

@@ -12,10 +12,7 @@ from keras_softmoe.keras_adapter.layers import (
     is_quantized_under,
     quick_garbage_collection,
 )
-from keras_softmoe.layers.expert_bank import (
-    ExpertBank,
-    merge_lora as merge_lora_of_layer,
-)
+from keras_softmoe.layers import expert_bank
 from keras_softmoe.layers.template_experts import TemplateExperts
 
 # Layers that `enable_lora` adapts by default, besides those of KerasHub
@@ -45,7 +42,7 @@ def merge_lora(model: keras.Model) -> list:
     adapted = [layer for layer in layers if getattr(layer, "lora_enabled", False)]
     with quick_garbage_collection():
         for layer in adapted:
-            merge_lora_of_layer(layer)
+            expert_bank.merge_lora(layer)
     for layer in layers:
         forget_adapted_layers(layer)
         if adapted and isinstance(layer, keras.Model):
@@ -120,7 +117,7 @@ def quantize(self, mode=None, config=None, filters=None, **kwargs):
             return layer is not head
 
     for layer in flatten_layers(self):
-        is_bank = isinstance(layer, ExpertBank | TemplateExperts)
+        is_bank = isinstance(layer, expert_bank.ExpertBank | TemplateExperts)
         if is_bank and is_quantized_under(filters, layer):
             layer.check_quantization(mode, config)
     with quick_garbage_collection():

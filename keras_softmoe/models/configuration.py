@@ -6,11 +6,7 @@ import contextvars
 import keras
 
 from keras_softmoe.checks import quote
-from keras_softmoe.keras_adapter.layers import (
-    flatten_layers,
-    set_trainable,
-    trainable_parts,
-)
+from keras_softmoe.keras_adapter import layers
 from keras_softmoe.models.adaptation import has_factors
 
 _PolicyMap = keras.dtype_policies.DTypePolicyMap
@@ -29,7 +25,7 @@ def set_trainable_argument(model, trainable):
             f"Received: trainable={quote(trainable)}."
         )
     if trainable is not True:
-        set_trainable(model, trainable)
+        layers.set_trainable(model, trainable)
 
 
 def trainable_argument(model):
@@ -38,7 +34,7 @@ def trainable_argument(model):
     It is a bool; or, if parts differ, a dict from the paths of layers (`""` for the
     model itself) to bools.
     """
-    parts = trainable_parts(model)
+    parts = layers.trainable_parts(model)
     if not parts:
         return model.trainable
     return parts if model.trainable else {"": False, **parts}
@@ -84,10 +80,12 @@ def serialized_dtype(model, models_inside=()):
 
     Layers of `models_inside` are left out of the map.
     """
-    inside = {id(layer) for part in models_inside for layer in flatten_layers(part)}
+    inside = {
+        id(layer) for part in models_inside for layer in layers.flatten_layers(part)
+    }
     policies = {
         layer.path: own_policy(layer)
-        for layer in flatten_layers(model)
+        for layer in layers.flatten_layers(model)
         if layer.quantization_mode and id(layer) not in inside
     }
     dtype = getattr(model.dtype_policy, "default_policy", model.dtype_policy)

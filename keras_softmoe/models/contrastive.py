@@ -8,15 +8,8 @@ import numpy as np
 from keras import ops
 
 from keras_softmoe.checks import check_choice, check_whole_numbers
-from keras_softmoe.models import configuration, data, fitting
+from keras_softmoe.models import arguments, configuration, data, fitting
 from keras_softmoe.models.adaptation import quantize
-from keras_softmoe.models.arguments import (
-    check_images,
-    check_kind,
-    check_pairs,
-    check_vocabulary,
-    offer_names,
-)
 from keras_softmoe.models.contrastive_preprocessor import (
     LIMoEPreprocessor,
     TwoTowerPreprocessor,
@@ -37,7 +30,7 @@ LOSSES = {
 
 
 @recompile_on_change
-@offer_names
+@arguments.offer_names
 class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
     """Base class of contrastive learning on pairs of image and caption.
 
@@ -52,7 +45,7 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
     def __init__(
         self, backbone, preprocessor=None, compile=True, name=None, trainable=True
     ):
-        check_kind("backbone", backbone, self.backbone_cls)
+        arguments.check_kind("backbone", backbone, self.backbone_cls)
         # === Layers ===
         self.backbone = backbone
         self.preprocessor = preprocessor
@@ -222,8 +215,8 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
         if isinstance(x, dict):
             images = x.get("images")
             if isinstance(x.get("token_ids"), np.ndarray):
-                check_vocabulary(x["token_ids"], self.backbone)
-        check_images(
+                arguments.check_vocabulary(x["token_ids"], self.backbone)
+        arguments.check_images(
             images,
             self.backbone.image_shape,
             any_size=getattr(self.preprocessor, "image_size", None) is not None,
@@ -232,7 +225,7 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
 
     def check_labels(self, y):
         """Raise unless token ids are of the vocabulary. Captions are checked later."""
-        check_vocabulary(y, self.backbone)
+        arguments.check_vocabulary(y, self.backbone)
 
     def preprocess_samples(self, x, y=None, sample_weight=None):
         # Not `super()`: in a `tf.data` pipeline AutoGraph may resolve it to the class
@@ -252,7 +245,7 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
             **x,
             "images": data.repeat_grey(x["images"], self.backbone.image_shape[-1]),
         }
-        check_pairs(self.backbone, x["images"], x["token_ids"])
+        arguments.check_pairs(self.backbone, x["images"], x["token_ids"])
         return (x,)
 
     @property

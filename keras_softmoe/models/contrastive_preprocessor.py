@@ -8,16 +8,13 @@ import keras_hub
 import numpy as np
 
 from keras_softmoe.checks import check_whole_numbers, quote
-from keras_softmoe.models.image_preprocessor import (
-    ViTMoEImageConverter,
-    fit_image_size,
-)
+from keras_softmoe.models import image_preprocessor
 from keras_softmoe.models.limoe import LIMoEBackbone
 from keras_softmoe.models.two_towers import TwoTowerBackbone
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
-class LIMoEImageConverter(ViTMoEImageConverter):
+class LIMoEImageConverter(image_preprocessor.ViTMoEImageConverter):
     """`ViTMoEImageConverter` in presets of `LIMoEBackbone`.
 
     KerasHub finds the class of a converter by the class of the backbone.
@@ -189,7 +186,7 @@ class LIMoEPreprocessor(ContrastivePreprocessor):
 
     backbone_cls = LIMoEBackbone
     tokenizer_cls = LIMoETokenizer
-    image_converter_cls = ViTMoEImageConverter
+    image_converter_cls = image_preprocessor.ViTMoEImageConverter
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -209,7 +206,7 @@ class TwoTowerPreprocessor(ContrastivePreprocessor):
 
     backbone_cls = TwoTowerBackbone
     tokenizer_cls = LIMoETokenizer
-    image_converter_cls = ViTMoEImageConverter
+    image_converter_cls = image_preprocessor.ViTMoEImageConverter
 
 
 def no_weights(name, value):
@@ -240,7 +237,7 @@ def checked_captions(captions):
 
 def fit_preprocessor(preprocessor, backbone):
     """Set the size of images to the backbone's, and check lengths and vocabulary."""
-    fit_image_size(preprocessor, backbone.image_shape[:2])
+    image_preprocessor.fit_image_size(preprocessor, backbone.image_shape[:2])
     length = getattr(preprocessor, "sequence_length", backbone.sequence_length)
     if length != backbone.sequence_length:
         raise ValueError(

@@ -10,21 +10,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from keras_softmoe import catalogue
-from keras_softmoe.checkpoints import (
-    CheckpointError,
-    download_checkpoint,
-    is_one_file,
-    read_parameters,
-    read_vit_settings,
-    web_address,
-)
-from keras_softmoe.files import (
-    WriteError,
-    atomic_directory,
-    one_process,
-    wrap_os_errors,
-)
+from keras_softmoe import catalogue, checkpoints, files
 from keras_softmoe.keras_adapter.layers import zero_initialization
 from keras_softmoe.models.configuration import preset_is_saved
 from keras_softmoe.models.image_classifier import ViTMoEImageClassifier
@@ -94,14 +80,14 @@ def convert_vmoe_checkpoint(
         >>> model = ksm.models.ViTMoEImageClassifier.from_preset("my_vmoe_b16")
     """
     target = Path(preset_dir)
-    with wrap_os_errors(target):
+    with files.wrap_os_errors(target):
         is_taken = target.exists() and (not target.is_dir() or any(target.iterdir()))
     if is_taken:
         raise ValueError(
             f"`preset_dir` must be a new or an empty directory, and '{target}' is not "
             f"empty. Received: preset_dir={str(preset_dir)!r}. Choose another one."
         )
-    checkpoint = read_parameters(prefix, image_shape=image_shape)
+    checkpoint = checkpoints.read_parameters(prefix, image_shape=image_shape)
     model, preprocessor = model_for(
         checkpoint,
         image_shape=image_shape,
@@ -146,7 +132,9 @@ def model_for(
         ValueError: if an argument contradicts them.
     """
     given = {name: value for name, value in given.items() if value is not None}
-    found = read_vit_settings(checkpoint.shapes, **{**checkpoint.settings, **given})
+    found = checkpoints.read_vit_settings(
+        checkpoint.shapes, **{**checkpoint.settings, **given}
+    )
     settings = {**found.settings, "dtype": "float32"}
     if found.num_experts is not None:
         is_soft = found.slots_per_expert is not None
@@ -195,7 +183,7 @@ def _write(model, checkpoint, directory, origin, preprocessor=None, verbose=1):
     load_vmoe_params(model, checkpoint, verbose=verbose)
     room = room_for(model.variables)
     with (
-        atomic_directory(directory, catalogue.PRESET_MARKS, room=room) as new,
+        files.atomic_directory(directory, catalogue.PRESET_MARKS, room=room) as new,
         preset_is_saved(),
     ):
         model.save_to_preset(str(new))
@@ -259,7 +247,7 @@ def convert(
         # Perhaps nothing can be written there. (A lock is left by a killed process.)
         if target.is_dir() and not os.access(lock, os.W_OK):
             return str(target)
-        with one_process(lock, verbose and waiting):
+        with files.one_process(lock, verbose and waiting):
             # It is put there as a whole, or not at all; perhaps by that process.
             if target.is_dir():
                 return str(target)
@@ -283,13 +271,13 @@ def _fetch_and_convert(preset, target, verbose):
         shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=prefix) as folder:
         try:
-            copy = download_checkpoint(url, folder, verbose)
-        except WriteError:
+            copy = checkpoints.download_checkpoint(url, folder, verbose)
+        except files.WriteError:
             raise
-        except (OSError, CheckpointError) as error:
-            if is_one_file(url):
+        except (OSError, checkpoints.CheckpointError) as error:
+            if checkpoints.is_one_file(url):
                 by_hand = (
-                    f"this file to FOLDER: {web_address(url) or url} (`gcloud storage "
+                    f"this file to FOLDER: {checkpoints.web_address(url) or url} (`gcloud storage "
                     f'cp "{url}" FOLDER`, for example).'
                 )
             else:
@@ -308,8 +296,8 @@ def _fetch_and_convert(preset, target, verbose):
 
 
 def _convert(preset, prefix, target, verbose):
-    checkpoint = read_parameters(prefix)
-    found = read_vit_settings(checkpoint.shapes)
+    checkpoint = checkpoints.read_parameters(prefix)
+    found = checkpoints.read_vit_settings(checkpoint.shapes)
     row = catalogue.rows()[preset.name]
     try:
         _check_same_model(found, row)

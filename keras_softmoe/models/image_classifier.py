@@ -9,13 +9,9 @@ import numpy as np
 
 from keras_softmoe.checks import check_numbers, check_whole_numbers, quote
 from keras_softmoe.keras_adapter.layers import flatten_layers
-from keras_softmoe.models import configuration, data, fitting
+from keras_softmoe.models import configuration, data, fitting, image_preprocessor
 from keras_softmoe.models.adaptation import quantize
 from keras_softmoe.models.arguments import check_images, check_kind, offer_names
-from keras_softmoe.models.image_preprocessor import (
-    ViTMoEImageClassifierPreprocessor,
-    fit_image_size,
-)
 from keras_softmoe.models.mutable_routing import MutableRouting, recompile_on_change
 from keras_softmoe.models.vit import ViTMoEBackbone
 from keras_softmoe.sharding.constraints import check_model
@@ -75,7 +71,7 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
     """
 
     backbone_cls = ViTMoEBackbone
-    preprocessor_cls = ViTMoEImageClassifierPreprocessor
+    preprocessor_cls = image_preprocessor.ViTMoEImageClassifierPreprocessor
 
     fit, evaluate, predict = fitting.fit, fitting.evaluate, fitting.predict
     batches = data.prepare
@@ -107,7 +103,7 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
         # === Layers ===
         self.backbone = backbone
         self.preprocessor = preprocessor
-        fit_image_size(preprocessor, backbone.image_shape[:2])
+        image_preprocessor.fit_image_size(preprocessor, backbone.image_shape[:2])
         self.output_dropout = keras.layers.Dropout(
             dropout, dtype=backbone.dtype_policy, name="output_dropout"
         )

@@ -5,12 +5,8 @@ from types import SimpleNamespace
 
 import keras
 
+from keras_softmoe.keras_adapter import surgery
 from keras_softmoe.keras_adapter.layers import quick_garbage_collection
-from keras_softmoe.keras_adapter.surgery import (
-    forget_calls,
-    is_functional,
-    sublayers,
-)
 from keras_softmoe.layers import MoE
 from keras_softmoe.models.configuration import own_policy
 from keras_softmoe.models.with_experts.mlp_sites import is_of_keras_hub
@@ -40,7 +36,7 @@ def copy_of(model):
         ) from error
     copy.set_weights(model.get_weights())
     # Not by their names, which KerasHub derives from that of the model
-    old, new = ([m, *(x for _, x, _ in sublayers(m))] for m in (model, copy))
+    old, new = ([m, *(x for _, x, _ in surgery.sublayers(m))] for m in (model, copy))
     for source, layer in zip(old, new, strict=True):
         if layer.trainable != source.trainable:
             layer.trainable = source.trainable
@@ -74,14 +70,14 @@ def quantization_of(model):
     """
     return [
         [index, keras.dtype_policies.serialize(own_policy(layer))]
-        for index, (_, layer, _) in enumerate(sublayers(model))
+        for index, (_, layer, _) in enumerate(surgery.sublayers(model))
         if layer.quantization_mode
     ]
 
 
 def quantize_as(model, quantization):
     """Quantize the layers that `quantization_of` has named in an equal model."""
-    layers = [layer for _, layer, _ in sublayers(model)]
+    layers = [layer for _, layer, _ in surgery.sublayers(model)]
     with quick_garbage_collection():
         for index, policy in quantization:
             policy, config = keras.dtype_policies.get(policy), None
@@ -118,11 +114,11 @@ class LayerOfModel:
     @classmethod
     def from_config(cls, config):
         model = keras.saving.deserialize_keras_object(config["model"])
-        layer = list(sublayers(model))[config["index"]][1]
+        layer = list(surgery.sublayers(model))[config["index"]][1]
         if not isinstance(layer, LayerOfModel):
             # The first one of a model of KerasHub; one with experts did it itself
             describe_layers(model)
-        forget_calls(layer)
+        surgery.forget_calls(layer)
         return layer
 
 
@@ -133,7 +129,7 @@ def describe_layers(model):
         model: model with experts, or of KerasHub. The classes of layers of KerasHub in
             its graph, and of all layers around experts, become subclasses.
     """
-    all_layers = list(sublayers(model))
+    all_layers = list(surgery.sublayers(model))
     parents = {id(layer): parent for _, layer, parent in all_layers}
     around = set()
     for _, layer, parent in all_layers:
@@ -141,8 +137,8 @@ def describe_layers(model):
             around.add(id(parent))
             parent = parents[id(parent)]
     for index, (_, layer, parent) in enumerate(all_layers):
-        is_in_graph = is_functional(parent) and is_of_keras_hub(layer)
-        if not is_functional(layer) and (is_in_graph or id(layer) in around):
+        is_in_graph = surgery.is_functional(parent) and is_of_keras_hub(layer)
+        if not surgery.is_functional(layer) and (is_in_graph or id(layer) in around):
             layer.described_by = SimpleNamespace(model=model, index=index)
             layer.__class__ = _described_by_model(type(layer))
 

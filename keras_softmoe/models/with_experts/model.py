@@ -9,29 +9,15 @@ import keras_hub
 
 from keras_softmoe.architecture import revive_router
 from keras_softmoe.keras_adapter.surgery import renew_parameters
+from keras_softmoe.models import configuration
 from keras_softmoe.models.adaptation import enable_lora, quantize
-from keras_softmoe.models.configuration import (
-    serialized_routers,
-    set_trainable_argument,
-    trainable_argument,
-)
 from keras_softmoe.models.mutable_routing import MutableRouting, recompile_on_change
-from keras_softmoe.models.with_experts.copies import (
-    configuration_of,
-    describe_layers,
-    quantization_of,
-    quantize_as,
-)
+from keras_softmoe.models.with_experts import copies, replacement
 from keras_softmoe.models.with_experts.mlp_sites import (
     check_blocks,
     check_routers,
     find_sites,
     sites_at,
-)
-from keras_softmoe.models.with_experts.replacement import (
-    graph_with,
-    inner_backbones,
-    put_experts,
 )
 from keras_softmoe.models.with_experts.token_shapes import token_shapes
 
@@ -90,7 +76,7 @@ class ModelWithExperts(
         name=None,
         trainable=True,
     ):
-        dense_config = configuration_of(model)
+        dense_config = copies.configuration_of(model)
         found = find_sites(model) if sites is None else sites_at(model, sites)
         blocks = check_blocks(blocks, found)
         routers = check_routers(router, blocks)
@@ -107,9 +93,9 @@ class ModelWithExperts(
             start=start,
             moe_settings=moe_settings,
         )
-        inner = inner_backbones(model, found, held)
-        layers, in_graph = put_experts(model, chosen, routers, held)
-        inputs, outputs, attributes = graph_with(model, in_graph)
+        inner = replacement.inner_backbones(model, found, held)
+        layers, in_graph = replacement.put_experts(model, chosen, routers, held)
+        inputs, outputs, attributes = replacement.graph_with(model, in_graph)
         # Not that of the class of the dense model, which would create its layers again
         keras_hub.models.Backbone.__init__(
             self, inputs=inputs, outputs=outputs, dtype=model.dtype_policy, name=name
@@ -117,7 +103,7 @@ class ModelWithExperts(
         for attribute, value in attributes.items():
             vars(self).setdefault(attribute, value)
         renew_parameters(self)
-        set_trainable_argument(self, trainable)
+        configuration.set_trainable_argument(self, trainable)
         # In an object that Keras does not track
         held.layers = layers
         self.held = held
@@ -125,7 +111,7 @@ class ModelWithExperts(
         self.num_blocks = len(found)
         for backbone, state in inner:
             _adopt(backbone, state, layers)
-        describe_layers(self)
+        copies.describe_layers(self)
 
     @property
     def moe_layers(self):
@@ -160,10 +146,10 @@ class ModelWithExperts(
 
     def get_config(self):
         policy = self.dtype_policy
-        quantization = quantization_of(self)
+        quantization = copies.quantization_of(self)
         config = {
             "name": self.name,
-            "trainable": trainable_argument(self),
+            "trainable": configuration.trainable_argument(self),
             # Not KerasHub's map of policies, which its `from_preset` would drop
             "dtype": keras.dtype_policies.serialize(
                 getattr(policy, "default_policy", policy)
@@ -171,7 +157,7 @@ class ModelWithExperts(
             **({"quantization": quantization} if quantization else {}),
             "model": self.held.dense_config,
             "blocks": list(self.moe_blocks),
-            "router": serialized_routers(self),
+            "router": configuration.serialized_routers(self),
             "sites": self.held.sites,
             "start": self.held.start,
             "moe_settings": {
@@ -196,7 +182,7 @@ class ModelWithExperts(
         router = revive_router(config["router"])
         cls = class_with_experts(type(model))
         sparse = cls(**{**config, "model": model, "router": router})
-        quantize_as(sparse, quantization)
+        copies.quantize_as(sparse, quantization)
         return sparse
 
 

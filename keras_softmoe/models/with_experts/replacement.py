@@ -6,12 +6,7 @@ from types import SimpleNamespace
 import keras
 import keras_hub
 
-from keras_softmoe.keras_adapter.surgery import (
-    attributes_of,
-    is_functional,
-    replace_sublayer,
-    sublayers,
-)
+from keras_softmoe.keras_adapter import surgery
 from keras_softmoe.models.with_experts.copies import configuration_of
 from keras_softmoe.models.with_experts.experts_from_mlps import make_moe
 from keras_softmoe.models.with_experts.mlp_sites import check_causal, places_of
@@ -37,7 +32,7 @@ def put_experts(model, sites, routers, held):
     sizes = [x.shape[1:] for x in keras.tree.flatten(ends(model)[0])]
     is_fixed = all(None not in size for size in sizes)
     for (block, site), by_image in zip(sites.items(), images, strict=True):
-        is_in_graph = is_functional(site.parents[0])
+        is_in_graph = surgery.is_functional(site.parents[0])
         # The names in a graph are unique.
         name = f"{site.parts[0].name}_moe" if is_in_graph else "moe"
         with contextlib.ExitStack() as scopes:
@@ -61,10 +56,10 @@ def put_experts(model, sites, routers, held):
             new = moe
             if index:
                 new = keras.layers.Identity(dtype=part.compute_dtype, name=part.name)
-            if is_functional(parent):
+            if surgery.is_functional(parent):
                 in_graph[id(part)] = new
             else:
-                replace_sublayer(parent, part, new)
+                surgery.replace_sublayer(parent, part, new)
     return layers, in_graph
 
 
@@ -81,7 +76,7 @@ def graph_with(model, new):
     is_backbone = isinstance(model, keras_hub.models.Backbone)
     attributes = {
         name: value
-        for name, value in attributes_of(model).items()
+        for name, value in surgery.attributes_of(model).items()
         if is_backbone or not name.startswith("_")
     }
     if not new:
@@ -110,7 +105,7 @@ def _with_layers(model, new):
     def clone(layer):
         if id(layer) in new:
             return new[id(layer)]
-        inside = sublayers(layer) if is_functional(layer) else ()
+        inside = surgery.sublayers(layer) if surgery.is_functional(layer) else ()
         if any(id(part) in new for _, part, _ in inside):
             return _with_layers(layer, new)
         return layer
@@ -131,11 +126,14 @@ def inner_backbones(model, sites, held):
         model to those of the backbone.
     """
     found = []
-    layers = [*attributes_of(model).values(), *(x for _, x, _ in sublayers(model))]
+    layers = [
+        *surgery.attributes_of(model).values(),
+        *(x for _, x, _ in surgery.sublayers(model)),
+    ]
     for layer in {id(x): x for x in layers}.values():
         if not isinstance(layer, keras_hub.models.Backbone) or layer is model:
             continue
-        inside = {id(part) for _, part, _ in sublayers(layer)}
+        inside = {id(part) for _, part, _ in surgery.sublayers(layer)}
         known = [i for i, s in enumerate(sites) if {*map(id, s.parts)} <= inside]
         own = [sites[i] for i in known]
         state = SimpleNamespace(
