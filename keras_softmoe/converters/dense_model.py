@@ -220,8 +220,8 @@ def find_file(source):
     if path.is_file():
         raise ValueError(
             f"Unsupported file format: '{source}'. Accepted: "
-            f"{' and '.join(checkpoints.ONE_FILE_SUFFIXES)}. Pickled files (.bin, .pt, .pth) can "
-            "execute code: save them as safetensors first."
+            f"{' and '.join(checkpoints.ONE_FILE_SUFFIXES)}. Pickled files (.bin, .pt, "
+            ".pth) can execute code: save them as safetensors first."
         )
     if not path.is_dir() or _registered_name(source):
         return None

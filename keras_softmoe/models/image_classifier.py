@@ -33,8 +33,7 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
 
     `fit`, `evaluate` and `predict` accept pixels from 0 to 255 if there is a
     `preprocessor`. Images have their channels last, independent of
-    `keras.config.image_data_format()`. (`models` attaches `from_preset`,
-    `save_to_preset` and `export`.)
+    `keras.config.image_data_format()`.
 
     Args:
         backbone: `ViTMoEBackbone`.
@@ -53,8 +52,7 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
         `(B, num_classes)` logits (or activations).
 
     Raises:
-        ValueError: if `num_classes` is not a positive integer, or another argument is
-            not among the accepted values.
+        ValueError: if an argument is not among the accepted values.
 
     Source: V-MoE, section 2.1. The head starts from zeros, as in its released code.
 
@@ -132,14 +130,8 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
         """Configure training, as `keras_hub.models.ImageClassifier.compile` does.
 
         A cross-entropy given by its name is computed from logits, unless the model has
-        an activation. (Keras would expect probabilities.)
-
-        Args:
-            optimizer: `"auto"`, a name or a `keras.optimizers.Optimizer`.
-            loss: `"auto"` (the cross-entropy of int labels), a name or a
-                `keras.losses.Loss`.
-            metrics: `"auto"` (accuracy) or as in `keras.Model.compile`.
-            **kwargs: as in `keras.Model.compile`.
+        an activation. (Keras would expect probabilities.) `"auto"` is the cross-entropy
+        of int labels, and the accuracy.
         """
         if self.activation is None and isinstance(loss, str):
             if loss in _CROSSENTROPIES:
@@ -271,6 +263,6 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
 def _wrong_labels(received, num_classes):
     return ValueError(
         f"Labels must be whole numbers from 0 to {num_classes - 1}, one for each image."
-        f" Received: {received}. For one-hot labels compile with "
-        '`loss="categorical_crossentropy"`, or pass `labels.argmax(-1)`.'
+        f" Received: {received}. One-hot labels need a loss for them, such as "
+        '`loss="categorical_crossentropy"`.'
     )

@@ -84,22 +84,18 @@ class ViTMoEImageClassifierPreprocessor(keras_hub.models.ImageClassifierPreproce
 
 
 def fit_image_size(preprocessor, image_size):
-    """Set the size of an image converter to a backbone's; raise if it cannot be used.
-
-    A preset loaded at another resolution still has the old size.
-    """
+    """Set the size of an image converter to a backbone's; raise if that fails."""
     converter = getattr(preprocessor, "image_converter", None)
     for name, value in (("preprocessor", preprocessor), ("image_converter", converter)):
         if value is not None and not callable(value):
             raise ValueError(
-                f"`{name}` must be callable or `None`. Received: {name}={checks.quote(value)}."
+                f"`{name}` must be callable or `None`. "
+                + checks.received(**{name: value})
             )
     if getattr(converter, "data_format", None) == "channels_first":
         raise ValueError(
-            "The models expect images with their channels last. Received: an "
-            f"`image_converter` of class {type(converter).__name__} with "
-            "data_format='channels_first', perhaps from "
-            "`keras.config.image_data_format()`."
+            "The models expect images with their channels last. Received: "
+            f"data_format='channels_first' of a {type(converter).__name__}."
         )
     if hasattr(converter, "image_size"):
         converter.image_size = image_size
@@ -112,8 +108,9 @@ def _check_resizing(image_size, scale, offset, **others):
             checks.is_whole_number(size, name="image_shape") for size in image_size
         ):
             raise ValueError(
-                "`image_size` must be `None`, or a height and a width, at most "
-                f"{checks.LARGEST['image_shape']:,}. Received: image_size={checks.quote(image_size)}."
+                "`image_size` must be `None`, or a height and a width"
+                f"{checks.at_most('image_shape')}. "
+                + checks.received(image_size=image_size)
             )
     for name, value in {"scale": scale, "offset": offset}.items():
         if value is not None:

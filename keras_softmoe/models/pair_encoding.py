@@ -17,8 +17,7 @@ _TEXTS_PER_CALL = 8192
 class PairEncoding:
     """Mixin of contrastive tasks: encode one modality, classify by class names.
 
-    A subclass has a `backbone` with an `image_encoder` and a `text_encoder`, and a
-    `preprocessor` or `None`.
+    A subclass has a `backbone` and a `preprocessor` or `None`.
     """
 
     def encode_image(self, images, batch_size=64, verbose=0):
@@ -34,8 +33,7 @@ class PairEncoding:
             `(N, width)` float32 array, rows of length one.
 
         Raises:
-            ValueError: if images have another shape than the model's, or are not
-                finite.
+            ValueError: if images do not fit the model or are not finite.
 
         Source: LIMoE, appendix D.1: experts have a larger capacity for one modality
         (`single_modality_capacity_factor` of the router).
@@ -97,9 +95,8 @@ class PairEncoding:
             return token_ids.astype("int32")
         if self.preprocessor is None:
             raise ValueError(
-                "Without a preprocessor there is no tokenizer: pass "
-                f"(N, {self.backbone.sequence_length}) int token ids, or give the task "
-                f"a `preprocessor`. Received: captions={type(captions).__name__}."
+                "Captions in words need a task with a `preprocessor`. Received: "
+                f"captions={type(captions).__name__}."
             )
         return self.preprocessor.tokenize(checked_captions(captions))
 
@@ -152,10 +149,7 @@ class PairEncoding:
 
 
 def class_embeddings(encode_text, class_names, templates):
-    """Compute embeddings of classes, see `PairEncoding.class_embeddings`.
-
-    `encode_text` is a callable from a list of `N` str to `(N, D)` embeddings.
-    """
+    """Compute embeddings of classes with a function of texts, see `PairEncoding`."""
     names, templates = check_names(class_names), _strings("templates", templates)
     without = [text for text in templates if "{}" not in text]
     if without:
@@ -194,8 +188,7 @@ def check_names(class_names):
         repeated = [name for name, count in Counter(names).items() if count > 1]
         raise ValueError(
             "The names of classes must all differ. Received: class_names with "
-            f"{', '.join(map(repr, repeated[:5]))} more than once. Name them in words, "
-            "such as 'crane bird' and 'construction crane'."
+            f"{', '.join(map(repr, repeated[:5]))} more than once."
         )
     return names
 

@@ -20,11 +20,11 @@ The examples of this module start from:
 """
 
 from keras_softmoe.training.distiller import Distiller as Distiller
-from keras_softmoe.training.muon import Muon as Muon
 from keras_softmoe.training.optimizers import (
     SGD as SGD,
     Adafactor as Adafactor,
     Adam as Adam,
+    Muon as Muon,
 )
 from keras_softmoe.training.paper_recipes import recipe as recipe, recipes as recipes
 from keras_softmoe.training.pipeline import Augmentation as Augmentation

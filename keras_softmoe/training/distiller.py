@@ -8,10 +8,8 @@ from keras import ops
 class Distiller(keras.distillation.Distiller):
     """`keras.distillation.Distiller` that also trains the student's balancing losses.
 
-    The class of Keras leaves out the losses that the student's layers add, so experts
-    would soon be unused. Here they are added as in `fit` of the student, whatever
-    `student_loss_weight` is. In the history they are part of `loss`, not `total_loss`.
-
+    The class of Keras leaves out the losses that the student's layers add. Here they
+    are part of `loss` in the history, not of `total_loss`, as in `fit` of the student.
     Models are called without their preprocessors: pass preprocessed images.
 
     Args:
