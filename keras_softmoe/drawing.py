@@ -50,10 +50,7 @@ def new_figure(width, height):
 
 
 def panel_grid(count, width, height, most_columns=4, **kwargs):
-    """Make a figure of panels, width by height inches each; return it and their axes.
-
-    `kwargs` are `sharex` and `sharey`, as in `matplotlib.figure.Figure.subplots`.
-    """
+    """Make a figure of panels of a size in inches; return it and their axes."""
     columns = min(count, most_columns)
     rows = -(-count // columns)
     figure = new_figure(max(columns * width, LEAST_WIDTH), rows * height + 0.4)
@@ -153,10 +150,7 @@ def name_ticks(axis, places, names, most=MOST_TICKS):
 
 
 def draw_means(ax, places, means, spreads, limits=(-np.inf, np.inf), **style):
-    """Draw a line of means with error bars, clipped to a range of possible values.
-
-    There are no bars if all spreads are zero. `style` is as in `Axes.errorbar`.
-    """
+    """Draw a line of means with error bars, clipped to a range of possible values."""
     means, spreads = np.asarray(means), np.asarray(spreads)
     # (2, N), both ends
     ends = np.clip([means - spreads, means + spreads], *limits)

@@ -118,10 +118,7 @@ class BlockStatistics(NamedTuple):
 
 
 class BlockReducer:
-    """Reducer to a dict from each block to its `BlockStatistics`.
-
-    `labels` are the classes of all images that will be seen, in their order, or `None`.
-    """
+    """Reducer to a dict from each block to its `BlockStatistics`."""
 
     def __init__(self, backbone, routers, labels=None):
         num_tokens = tokens_per_input(backbone)
@@ -245,11 +242,7 @@ class _ImageSums:
 
 
 def experts_of_tokens(decision):
-    """Return the experts that take a token, and their weights for it.
-
-    Three `(G, S, E)` arrays: bool, the expert takes the token; the weight of its
-    output; the weight that the router gives it.
-    """
+    """Return who takes a token, its weight and the router's, three `(G, S, E)` arrays."""
     routing, summary = decision
     if isinstance(routing, SlotRouting):
         num_groups, num_tokens = summary["valid"].shape

@@ -122,10 +122,7 @@ class RoutingMaps(NamedTuple):
 
 
 class MapReducer:
-    """Reducer to a dict from each block to `RoutingMaps` of the first inputs.
-
-    `pairs` are those of a LIMoE, `None` for a `ViTMoEBackbone`.
-    """
+    """Reducer to a dict from each block to `RoutingMaps` of the first inputs."""
 
     def __init__(self, backbone, num_pictures, pairs=None):
         self._backbone = backbone
@@ -319,10 +316,7 @@ class _Best:
         self._found = []
 
     def add(self, weights, cut):
-        """Add patches by `(B, T)` weights, -1 for those that do not count.
-
-        `cut` returns the image of a patch from the indices of image and patch.
-        """
+        """Add patches by `(B, T)` weights, -1 for none; `cut` gets image and patch."""
         patches = weights.argmax(axis=-1)
         best = weights[np.arange(len(weights)), patches]
         # Stable: of equals the first.

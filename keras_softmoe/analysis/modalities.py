@@ -257,10 +257,7 @@ class _Sums:
 
 
 def _queue(router, scores, masks):
-    """Return the tokens that choose each expert, by priority, with slots for all.
-
-    Two `(G, E, S)` arrays: int, tokens; bool, which places are taken.
-    """
+    """Return the queue for each expert, `(G, E, S)` tokens and which places are taken."""
     priority = router.priority
     if priority not in PRIORITIES:
         # One modality first; where it is missing, by position.

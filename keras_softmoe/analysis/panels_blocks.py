@@ -79,12 +79,8 @@ def experts_per_image(blocks):
 def by_class(blocks, class_names=None, sort=True):
     """Draw the mean weight of each expert on the images of each class.
 
-    Args:
-        blocks: list of `BlockStatistics`.
-        class_names: sequence of str, names of the classes. Their numbers if `None`, or
-            where the fonts lack a letter.
-        sort: bool, order each panel so that specialized experts form stairs downwards:
-            each class goes with the expert that exceeds its own mean most.
+    `class_names` defaults to numbers. With `sort` each class goes with the expert that
+    exceeds its own mean most, so that specialized experts form stairs downwards.
     """
     figure, panels = block_panels(blocks, 3.1, 3.1)
     figure.axes[0].set_ylabel("class", fontsize=8)
@@ -114,9 +110,7 @@ def by_class(blocks, class_names=None, sort=True):
 def by_position(blocks, sort=True):
     """Draw the mean weight of each expert at each patch.
 
-    Args:
-        blocks: list of `BlockStatistics`.
-        sort: bool, begin with the experts whose weight varies most over the image.
+    With `sort` the experts whose weight varies most over the image come first.
     """
     maps = []
     for block in blocks:

@@ -33,10 +33,8 @@ _FADED = 0.12
 def slots(maps, slots=6):
     """Draw the share of each patch in some slots, one row for each image.
 
-    Args:
-        maps: `RoutingMaps`.
-        slots: int, how many slots to show: those that differ most in their patches. Or
-            a sequence of `(expert, slot)` pairs.
+    `slots` is how many to show, those that differ most in their patches, or a sequence
+    of `(expert, slot)` pairs.
     """
     matplotlib = drawing.import_matplotlib()
     chosen = _chosen_slots(maps.dispatch, slots)
@@ -131,9 +129,7 @@ def discarded(maps):
 def patches(maps, experts=None):
     """Draw the patches of each expert with the largest weights, one row per expert.
 
-    Args:
-        maps: `RoutingMaps`.
-        experts: sequence of experts to show. The 8 that take most if `None`.
+    `experts` defaults to the 8 that take most.
     """
     found = maps.patches
     count = len(found.share)
@@ -160,12 +156,7 @@ def patches(maps, experts=None):
 
 
 def examples(maps, experts=None):
-    """Draw the patches and words of each expert with the highest probabilities.
-
-    Args:
-        maps: `RoutingMaps`.
-        experts: sequence of experts to show. All of them if `None`.
-    """
+    """Draw the patches and words of each expert with the highest probabilities."""
     found = maps.examples
     count = len(next(iter(found.share.values())))
     experts = parts.chosen_experts(experts, count)
@@ -204,12 +195,7 @@ def examples(maps, experts=None):
 
 
 def pair(maps, index=0):
-    """Draw the patches and words of one pair that each expert takes.
-
-    Args:
-        maps: `RoutingMaps` of pairs.
-        index: int, the pair.
-    """
+    """Draw the patches and words of one pair that each expert takes."""
     image, patch_experts = maps.images[index], maps.main_experts[index]
     word_experts = maps.word_experts[index]
     (words,) = _readable([maps.words[index]])

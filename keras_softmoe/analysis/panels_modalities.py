@@ -96,9 +96,7 @@ def confidence(blocks):
 def coverage(blocks, share=0.9):
     """Draw the share of tokens whose first choice is among the most used experts.
 
-    Args:
-        blocks: list of `ModalityStatistics`.
-        share: float in `(0, 1]`. The legend has the number of experts for this share.
+    The legend has the number of experts for `share`, a float in `(0, 1]`.
     """
     modalities = modalities_of(blocks)
     # Shades, since distinct colours denote modalities.
@@ -166,10 +164,8 @@ def words(blocks):
 def priorities(blocks, experts=None):
     """Draw the places of tokens in the queue for each expert.
 
-    Args:
-        blocks: list of `ModalityStatistics`.
-        experts: sequence of experts to show. If `None` all, up to eight: those that
-            most text tokens choose (patches, if there is no text).
+    `experts` defaults to up to eight: those that most text tokens choose (patches, if
+    there is no text).
     """
     count = max(len(block.padding) for block in blocks)
     if experts is None and count > _MOST_EXPERTS:
@@ -227,9 +223,7 @@ def priorities(blocks, experts=None):
 def trajectories(blocks, least=0.02):
     """Draw the paths of tokens from the experts of one block to those of the next.
 
-    Args:
-        blocks: list of `ModalityStatistics` of consecutive blocks, two or more.
-        least: float, the smallest share of the tokens of a modality that is shown.
+    `least` is the smallest share of the tokens of a modality that is shown.
     """
     matplotlib = drawing.import_matplotlib()
     if len(blocks) < 2 or any(block.transitions is None for block in blocks[:-1]):

@@ -92,10 +92,7 @@ def contributions(blocks):
 def tokens_per_slot(blocks, share=0.9):
     """Draw the cumulative dispatch weight of each slot.
 
-    Args:
-        blocks: list of `SoftStatistics`.
-        share: float over 0 and under 1. The slots that need the fewest and the most
-            tokens for it are in colour.
+    The slots that need the fewest and the most tokens for `share` are in colour.
     """
     figure, panels = block_panels(blocks, 2.4, 2.2, sharey=True)
     for ax, block in panels:
@@ -130,11 +127,8 @@ def tokens_per_slot(blocks, share=0.9):
 def concentration(blocks, weights="dispatch", levels=BANDS):
     """Draw the cumulative weight of averages, and the spread over all averages.
 
-    Args:
-        blocks: list of `SoftStatistics`.
-        weights: `"dispatch"` (slots as averages of tokens) or `"combine"` (outputs of
-            tokens as averages of slots).
-        levels: sequence of floats over 0 and at most 1, parts of the distribution.
+    `weights` is `"dispatch"` (slots as averages of tokens) or `"combine"` (outputs of
+    tokens as averages of slots), `levels` the parts of the distribution.
     """
     check_choice("weights", weights, tuple(_KINDS))
     colormap, counted, whole = _KINDS[weights]

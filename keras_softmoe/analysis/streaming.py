@@ -111,8 +111,7 @@ def observe(
 def stream(model, routers, batches, reducers, count=None, verbose=1):
     """Call a model on batches, update reducers, and return the number of batches.
 
-    `routers` is a dict from blocks to the routers whose decisions are shown, `count`
-    the number of batches, `None` if it is not known.
+    `routers` is a dict from blocks to routers, `count` the number of batches or `None`.
     """
     # Several routers may have the same path.
     names = {id(router): name for name, router in routers.items()}
@@ -138,11 +137,7 @@ def stream(model, routers, batches, reducers, count=None, verbose=1):
 
 
 def routers_of(model):
-    """Return the routers of a model by the names of their blocks.
-
-    Raises:
-        ValueError: if there are none, or the model is not built.
-    """
+    """Return the routers of a model by the names of their blocks."""
     if not model.built:
         raise ValueError(
             "The model must be built: call it once on data. Received: "
@@ -287,10 +282,7 @@ def pairs_of(model, images, captions, preprocessor):
 
 
 class Pairs:
-    """Images and captions (or one of them alone) and the LIMoE that routes them.
-
-    The arguments are those of `analyze`.
-    """
+    """Images and captions (or one of them alone) and the LIMoE that routes them."""
 
     def __init__(self, model, images, captions, preprocessor):
         self.backbone, self.preprocessor = backbone_of(model, preprocessor)
@@ -323,10 +315,7 @@ class Pairs:
             self.tokens_of["text"] = self.backbone.sequence_length
 
     def observe(self, reducers, batch_size, verbose):
-        """Route all pairs in one pass and return the results of reducers, a tuple.
-
-        As `analysis.observe`, but `batch_size` is rounded up to whole groups.
-        """
+        """Route all pairs in one pass and return the results of reducers, a tuple."""
         group = self.backbone.group_images or 1
         batch_size = -(-batch_size // group) * group
         starts = range(0, self.num_pairs, batch_size)
@@ -345,10 +334,7 @@ class Pairs:
         return (inputs, None) if "image" in self.tokens_of else (None, inputs)
 
     def modality_masks(self, valid, inputs):
-        """Return masks of the tokens of each modality, a dict, and of padding.
-
-        All are `(G, S)` bool arrays. Tokens that are not valid are in none of them.
-        """
+        """Return `(G, S)` masks of valid tokens: a dict by modality, and of padding."""
         # A group is one pair after the other, the image's tokens first.
         modality = np.repeat(list(self.tokens_of), list(self.tokens_of.values()))
         modality = np.tile(modality, valid.shape[1] // len(modality))

@@ -129,10 +129,7 @@ class Encoder(Mixture):
 
 
 class EncoderLayers:
-    """The blocks `block_0`, ... of an `Encoder` and `encoder_norm`, not built.
-
-    `block` is the class of the blocks.
-    """
+    """The blocks `block_0`, ... of an `Encoder` and `encoder_norm`, not built."""
 
     def __init__(self, settings, block=EncoderBlock):
         routers, self.blocks = settings.routers, []

@@ -82,12 +82,7 @@ class PairLayers:
     def encode(self, inputs, training=None):
         """Map images, token ids or both to tokens and masks.
 
-        Args:
-            inputs: dict from `"image"` and `"text"` to their inputs.
-            training: bool or `None`.
-
-        Returns:
-            Two dicts, from modalities to `(B, S, D)` tokens, and to masks of these.
+        `inputs` and both results are dicts from `"image"` and `"text"`.
         """
         tokens, masks = {}, {}
         for modality, x in inputs.items():

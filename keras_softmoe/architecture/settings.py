@@ -28,10 +28,7 @@ class Settings:
 
     @classmethod
     def names(cls) -> dict[str, Any]:
-        """Return the defaults of all settings, `dataclasses.MISSING` if there is none.
-
-        Required settings come first.
-        """
+        """Return the defaults of all settings, or `dataclasses.MISSING`."""
         found = {field.name: field.default for field in dataclasses.fields(cls)}
         return dict(
             sorted(found.items(), key=lambda item: item[1] is not dataclasses.MISSING)
@@ -39,12 +36,7 @@ class Settings:
 
     @classmethod
     def of(cls, settings: Mapping) -> Self:
-        """Make the record of a dict of settings.
-
-        Raises:
-            ValueError: if a setting is unknown or missing (the message offers the
-                nearest name), or its value is not accepted.
-        """
+        """Make the record of a dict of settings."""
         accepted = cls.names()
         required = [n for n, x in accepted.items() if x is dataclasses.MISSING]
         missing = [name for name in required if name not in settings]
@@ -62,10 +54,7 @@ class Settings:
 
     @classmethod
     def of_arguments(cls, scope: Mapping) -> Self:
-        """Make the record from the `locals()` of a constructor.
-
-        Other names in the scope are ignored.
-        """
+        """Make the record from the `locals()` of a constructor."""
         return cls(
             **{field.name: scope[field.name] for field in dataclasses.fields(cls)}
         )

@@ -49,12 +49,7 @@ _WEIGHTS_OF_RELEASED = (
 
 
 def card(row, about):
-    """Return the model card of a preset without weights, Markdown with its head.
-
-    Args:
-        row: `Row`.
-        about: dict, its metadata.
-    """
+    """Return the model card of a preset without weights, Markdown with its head."""
     kind, release = row.kind.backbone, row.release
     with_head = about.get("parameter_count_with_head")
     facts = {

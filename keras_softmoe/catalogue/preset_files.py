@@ -30,14 +30,7 @@ _TASKS = {"ViTMoEBackbone": "ImageClassifier", "LIMoEBackbone": "ContrastiveTask
 
 
 def preset_files(row):
-    """Return all files of a preset without weights.
-
-    Args:
-        row: `Row`.
-
-    Returns:
-        dict from the name of a file to its text.
-    """
+    """Return the files of a preset without weights, a dict from names to texts."""
     about, backbone = metadata(row), config(row)
     router = keras.saving.serialize_keras_object(backbone["config"]["router"])
     backbone["config"]["router"] = router

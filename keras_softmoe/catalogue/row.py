@@ -78,12 +78,8 @@ class Row:
 def preset_name(family, sizes, model, *marks, image_size=IMAGE_SIZE):
     """Return a preset's name, such as `vit_base_patch16_224` for `"B/16"`.
 
-    Args:
-        family: str, its beginning.
-        sizes: dict from the paper's letters to sizes, of which the first is a word.
-        model: str, size and patch as the papers write them.
-        *marks: str, the part between patch and image size. Empty ones are left out.
-        image_size: int, in pixels.
+    `sizes` is a dict from the paper's letters to sizes, of which the first is a word.
+    Empty `marks`, the part between patch and image size, are left out.
     """
     letter, patch = model.split("/")
     parts = [family, sizes[letter][0], f"patch{patch}", *filter(None, marks)]
@@ -170,9 +166,7 @@ def _check(num_layers, argument, value, largest=None):
 def placed(num_layers, placement):
     """Return the blocks of one of V-MoE's placements of experts, and its description.
 
-    Args:
-        num_layers: int, number of blocks.
-        placement: str: `"every2"`, or `"last2"` for the last two of these blocks.
+    `placement` is `"every2"`, or `"last2"` for the last two of these blocks.
     """
     if placement == "every2":
         return moe_blocks(num_layers, every=2), "every second block"

@@ -100,15 +100,8 @@ class Checkpoint(collections.abc.Mapping):
 def open_file(path, kind):
     """Open a file on this machine, with errors that name it.
 
-    Args:
-        path: str.
-        kind: str, noun for errors, such as "an .npz file".
-
-    Yields:
-        A binary file, and its size in bytes.
-
-    Raises:
-        CheckpointError: for any error in the scope.
+    Yields a binary file and its size; `kind` is a noun, such as "an .npz file". Any
+    error in the scope becomes a `CheckpointError`.
     """
     try:
         # Reading a pipe or a device could block forever.

@@ -47,9 +47,6 @@ def local_copy(prefix):
     """Return the prefix of a checkpoint on this machine, downloaded once if needed.
 
     Copies are kept in `keras_softmoe/checkpoints/` below the directory of Keras.
-
-    Args:
-        prefix: str, the prefix, path or URL.
     """
     if web_address(prefix) is None:
         return prefix.removeprefix("file://")

@@ -30,12 +30,8 @@ _DTYPES = {
 def read_safetensors(path):
     """Open a file in the safetensors format, see `read_checkpoint`.
 
-    The header is checked before anything is returned: every array must be complete at
-    its offsets, and all of them together fill the file. Nothing in the file can be
-    executed, and reading it takes a multiple of the header, of at most 1 MiB, and of
-    one array at a time.
-
-    Source: the format's documentation (version 0.8).
+    The header is checked first: every array must be complete at its offsets, and all of
+    them together fill the file. Source: the format's documentation (version 0.8).
     """
     arrays, places = {}, []
     with _open(path) as (file, size):

@@ -166,20 +166,10 @@ def read_torch_names(
 ):
     """Return the parameters of a PyTorch Vision Transformer under V-MoE's names.
 
-    Args:
-        checkpoint: `Checkpoint` of a file, under the names of `timm` or `transformers`.
-        path: str, name of the file in errors.
-        about: dict, content of the `config.json` beside the file, if any.
-        num_heads: int, if neither `about` nor the width determines it.
-        image_shape: `(height, width, channels)`, for images that are not square.
-        head: bool, whether to read the head; two of them are not supported.
-
-    Returns:
-        `Checkpoint`, whose `settings` are the arguments of the backbone that do not
-        follow from names and shapes.
-
-    Raises:
-        CheckpointError: if the names are not those of a plain Vision Transformer.
+    `checkpoint` has names of `timm` or `transformers`, `about` is the content of the
+    `config.json` beside the file, and `num_heads` is used if neither that nor the width
+    determines it. The `settings` of the result are arguments of the backbone that do
+    not follow from names and shapes.
     """
     about = about or {}
     if isinstance(nested := about.get("vision_config"), dict):

@@ -166,11 +166,7 @@ def _mlps(blocks, hidden_dim):
 
 
 def _blocks(shapes):
-    """Return a list of dicts, name inside a block -> shape.
-
-    Raises:
-        CheckpointError: if a block is missing, or blocks of a kind differ.
-    """
+    """Return a list of dicts, name inside a block -> shape."""
     blocks = {}
     for name, shape in shapes.items():
         if match := re.match(_BLOCK, name):
@@ -199,10 +195,7 @@ def _is_moe(block):
 def _shape(shapes, name, expected):
     """Return the shape of a parameter, which must be the `expected` one.
 
-    Args:
-        shapes: dict from name to shape.
-        name: str.
-        expected: int, the number of axes, or a tuple of sizes and `None`.
+    `expected` is the number of axes, or a tuple of sizes and `None`.
     """
     if isinstance(expected, int):
         expected = (None,) * expected

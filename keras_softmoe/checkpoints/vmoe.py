@@ -63,12 +63,9 @@ class _Entry(NamedTuple):
 def read_sharded(prefix):
     """Open a checkpoint in the sharded format, see `read_checkpoint`.
 
-    All of it is checked before anything is returned: every array of the index must
-    exist completely, once, and with its dtype. The memory for a damaged or hostile file
-    is bounded by a multiple of the file. The format has no checksums: a flipped bit
-    inside an array is a wrong value, which no reader can detect.
-
-    Source: V-MoE's released code (format of its checkpoints, version 20220622).
+    Every array of the index must exist completely, once, and with its dtype. The memory
+    for a hostile file is bounded by a multiple of the file. Source: V-MoE's released
+    code (format of its checkpoints, version 20220622).
     """
     prefix = os.fspath(prefix)
     entries, shard_count = read_index(prefix)

@@ -185,11 +185,7 @@ def _at_resolution(model, image_shape):
 
 
 def own_model(source):
-    """Return the model of this library that a source is or names, or `None`.
-
-    Raises:
-        ValueError: if it is a preset without an image model.
-    """
+    """Return the model of this library that a source is or names, or `None`."""
     if isinstance(source, ViTMoEBackbone | ViTMoEImageClassifier):
         return source
     if not _is_own_preset(source):
@@ -206,11 +202,7 @@ def own_model(source):
 
 
 def find_file(source):
-    """Return the path of the file of weights of a source, `None` if it has none.
-
-    Raises:
-        ValueError: if it is a file or a directory of another kind.
-    """
+    """Return the path of the file of weights of a source, `None` if it has none."""
     if not isinstance(source, _PATH):
         return None
     source = _downloaded(os.fspath(source))
@@ -234,11 +226,7 @@ def find_file(source):
 
 
 def from_keras_hub(source):
-    """Return a model of KerasHub, given or named by a preset.
-
-    Raises:
-        ValueError: if there is no such preset, or it cannot be loaded.
-    """
+    """Return a model of KerasHub, given or named by a preset."""
     if isinstance(source, keras.layers.Layer):
         return source
     if not isinstance(source, _PATH):

@@ -132,19 +132,10 @@ _SMALL_EPSILON = 1e-5
 def read_keras_hub(model):
     """Return the parameters of a KerasHub Vision Transformer under V-MoE's names.
 
-    Args:
-        model: `ViTBackbone`, `DeiTBackbone`, `DINOV2Backbone` or `SigLIPVisionEncoder`,
-            or a model with one of them as `backbone` or `vision_encoder`. The head of
-            an image classifier is included.
-
-    Returns:
-        `Checkpoint`, whose `settings` are the arguments of the backbone that do not
-        follow from names and shapes.
-
-    Raises:
-        ValueError: if the model is none of these, has parts that ours do not, or
-            variables that no rule names (a quantized or LoRA-adapted model, for
-            example).
+    `model` is a `ViTBackbone`, `DeiTBackbone`, `DINOV2Backbone` or
+    `SigLIPVisionEncoder`, or one with such a `backbone` or `vision_encoder`. The
+    `settings` of the `Checkpoint` are arguments of the backbone that do not follow from
+    names and shapes.
     """
     backbone = getattr(model, "backbone", model)
     backbone = getattr(backbone, "vision_encoder", backbone)
@@ -218,10 +209,7 @@ def _read(variable):
 
 
 def _image_shape(backbone):
-    """Return `(height, width, channels)` of whole patches only.
-
-    (KerasHub's convolutions ignore the remainder at the right and at the bottom.)
-    """
+    """Return `(height, width, channels)` of whole patches only."""
     shape = tuple(backbone.image_shape)
     formats = [getattr(x, "data_format", None) for x in flatten_layers(backbone)]
     if "channels_first" in formats:

@@ -242,12 +242,7 @@ def _dense_of_ours(sparse, shares):
 
 
 def _sum_of_mlps(shared, means):
-    """Return the weights of the MLP that computes the sum of two.
-
-    Args:
-        shared: `layers.MLP`, whose hidden units come first.
-        means: dict, as from `_mean_mlp`, of the other one.
-    """
+    """Return the weights of the MLP that computes the sum of two."""
     found = {}
     for name, (kernel, bias) in means.items():
         layer, is_last = getattr(shared, name), name == "output_dense"

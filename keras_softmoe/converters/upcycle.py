@@ -202,11 +202,7 @@ def _copy(dense, sparse, split, start):
 def _of_experts(value, shape, split, is_first):
     """Return a weight of an MLP for its experts, `(E, ...)` or `(1, ...)`.
 
-    Args:
-        value: `(D, H)` kernel or `(H,)` bias of the first layer, or of the second one.
-        shape: tuple of int, of the weight of all experts.
-        split: int, see `upcycle`.
-        is_first: bool.
+    `value` is a `(D, H)` kernel or a bias, `shape` that of the weight of all experts.
     """
     is_bias = value.ndim == 1
     # (D, H), or (1, H)

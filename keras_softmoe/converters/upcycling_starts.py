@@ -46,13 +46,7 @@ def check_start(start, router, images, confidence):
 
 
 def tokens_for_mlps(backbone, layers, images):
-    """Return the inputs of the MLPs of some blocks, `(B, S, D)` float32 arrays.
-
-    Args:
-        backbone: dense `ViTMoEBackbone`.
-        layers: sequence of int, the blocks.
-        images: `(B, height, width, channels)` array, as the backbone takes them.
-    """
+    """Return the inputs of the MLPs of some blocks, `(B, S, D)` float32 arrays."""
     blocks = {layer: backbone.blocks[layer] for layer in layers}
     tokens = {str(i): _BeforeMLP(block)(block.input) for i, block in blocks.items()}
     found = keras.Model(backbone.input, tokens).predict(images, 32, verbose=0)
@@ -95,13 +89,8 @@ class _BeforeMLP(keras.layers.Layer):
 def start_from_clusters(moe, mlp, tokens, energy, confidence, rng):
     """Set a router to centroids of tokens, and truncate each expert to its cluster.
 
-    Args:
-        moe: `layers.MoE`, whose experts are copies of `mlp`.
-        mlp: `layers.MLP`, the dense one.
-        tokens: `(B, S, D)` array, its inputs.
-        energy: float, see `truncated_kernel`.
-        confidence: float, see `upcycle`.
-        rng: `numpy.random.Generator`.
+    `tokens` are the `(B, S, D)` inputs of the dense `mlp`, whose copies the experts
+    are; `energy` is as in `truncated_kernel`, `confidence` as in `upcycle`.
     """
     tokens = tokens.reshape(-1, tokens.shape[-1])
     num_clusters = moe.router.num_directions
@@ -133,13 +122,7 @@ def start_from_clusters(moe, mlp, tokens, energy, confidence, rng):
 
 
 def start_from_positions(moe, tokens, confidence):
-    """Let each slot of a soft router get the token of a position and return it there.
-
-    Args:
-        moe: `layers.MoE` with a soft router, whose experts are copies.
-        tokens: `(B, S, D)` array, the inputs of the dense MLP.
-        confidence: float, see `upcycle`.
-    """
+    """Let each slot of a soft router get and return the token of a position."""
     num_tokens, width = tokens.shape[1:]
     num_slots = moe.router.num_directions
     directions = position_directions(tokens, min(num_slots, num_tokens))
@@ -205,13 +188,8 @@ def spherical_kmeans(tokens, num_clusters, rng):
 def truncated_kernel(kernel, inputs, energy):
     """Return the kernel of lowest rank that keeps most of its outputs for some inputs.
 
-    Args:
-        kernel: `(D, H)` float array.
-        inputs: `(N, D)` float array.
-        energy: float in (0, 1], the share of the outputs' sum of squares to keep.
-
-    Returns:
-        `(D, H)` array.
+    `kernel` is `(D, H)`, `inputs` are `(N, D)`, and `energy` is the share of the
+    outputs' sum of squares to keep.
     """
     if energy == 1 or not len(inputs):
         return kernel
@@ -231,11 +209,7 @@ def position_directions(tokens, num_groups):
     """Return directions that separate tokens by position, `(num_groups, D)`.
 
     Positions are divided into groups of neighbours. The direction of a group is that of
-    its column in the ridge regression of the token's group on the token.
-
-    Args:
-        tokens: `(B, S, D)` float array.
-        num_groups: int, at most `S`.
+    its column in the ridge regression of the token's group on the `(B, S, D)` tokens.
     """
     _, num_tokens, width = tokens.shape
     groups = np.arange(num_tokens) * num_groups // num_tokens
@@ -252,10 +226,8 @@ def position_directions(tokens, num_groups):
 def scale_for(logits, confidence):
     """Return the factor of logits that gives their softmax a mean confidence.
 
-    Args:
-        logits: `(N, K)` float array.
-        confidence: float, the mean of the largest probabilities. With ties it may be
-            out of reach; the factor is large then.
+    `confidence` is the mean of the largest probabilities of `(N, K)` logits. With ties
+    it may be out of reach; the factor is large then.
     """
     margins = logits - logits.max(axis=-1, keepdims=True)
     spread = float(-margins.mean()) or 1.0

@@ -303,11 +303,9 @@ def _draw(iterator, count):
 class BackupFile(NamedTuple):
     """Content of the file of a backup.
 
-    Attributes:
-        done: pair of int, completed epochs, and completed batches of the next one.
-        optimizer: str, the classes of the optimizer and of those that it wraps.
-        datasets: dict from a kind of variables to a list of `h5py.Dataset`.
-        generators: pair of dicts, `generator_states` at the start of the epoch and now.
+    `done` is a pair of int, completed epochs and completed batches of the next one;
+    `optimizer` names classes, `datasets` is a dict from kinds of variables to lists of
+    `h5py.Dataset`, and `generators` has the states at the start of the epoch and now.
     """
 
     done: tuple
@@ -399,10 +397,7 @@ def open_backup(path):
 
 
 def generator_states():
-    """Return a dict of arrays, the states of the generators of Python, NumPy, backend.
-
-    (JAX has none. Layers with a seed keep their state in a variable of the model.)
-    """
+    """Return the states of the generators of Python, NumPy and backend as arrays."""
     version, words, gauss = random.getstate()
     state = np.random.get_state(legacy=False)  # noqa: NPY002
     found = {
@@ -444,10 +439,7 @@ def set_generator_states(states):
 
 
 def set_backend_states(states):
-    """Restore the states of the generators that this backend has saved.
-
-    States of missing accelerators are ignored.
-    """
+    """Restore the states of the generators that this backend has saved."""
     backend = keras.backend.backend()
     if backend == "torch" and "torch" in states:
         import torch

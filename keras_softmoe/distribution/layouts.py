@@ -231,11 +231,7 @@ def fitted(key, layout, variable):
 
 
 def reference_name(moment, shapes):
-    """Return the name of the variable to which a moment of an optimizer belongs.
-
-    It is one of `shapes`, a dict from names by `name_in_optimizer` to shapes, or
-    `None`.
-    """
+    """Return the name of the variable to which a moment of an optimizer belongs."""
     own, shape = moment.path.rpartition("/")[2], tuple(moment.shape)
     names = [n for n in shapes if own.startswith(f"{n}_") and shapes[n] == shape]
     return max(names, key=len, default=None)
@@ -247,10 +243,7 @@ def name_in_optimizer(variable):
 
 
 def unmatched_rules(layout_map, used_keys, paths=()):
-    """Return the error for rules of a user that match nothing, or `None`.
-
-    Rules match `paths`, or are among `used_keys`, which have matched before.
-    """
+    """Return the error for rules of a user that match nothing, or `None`."""
     unmatched = [
         key
         for key in layout_map

@@ -144,12 +144,9 @@ class EachBatch:
     """Mixin of distributions that choose the layout of each batch by its size.
 
     A batch is sharded over the devices if they divide its rows. Any other batch,
-    usually the last, is replicated: every device computes all of it, which is slower
-    but gives the same result, and nothing is dropped or padded.
-
-    Several processes share the batches of a `tf.data.Dataset`: each uses its rows of
-    every batch. With `auto_shard_dataset=False` each process has its own rows, the same
-    number in each step.
+    usually the last, is replicated: slower, but nothing is dropped or padded. Several
+    processes share the batches of a `tf.data.Dataset`, unless
+    `auto_shard_dataset=False`: then each has its own rows.
     """
 
     # The axes of the mesh that shard a batch.
@@ -191,10 +188,7 @@ class EachBatch:
         return self._layout(["process", *others], mesh)
 
     def distribute_dataset(self, dataset):
-        """Return an iterable of this process' rows of all batches.
-
-        `dataset` is a `tf.data.Dataset` of whole batches, the same in all processes.
-        """
+        """Return an iterable of this process' rows of all batches."""
         if self.num_processes == 1 or not self.auto_shard_dataset:
             return dataset
         return SharedDataset(dataset, self)

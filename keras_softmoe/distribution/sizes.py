@@ -68,11 +68,7 @@ class ModelSize(NamedTuple):
 
 
 def model_size(model, num_classes=None, **changes):
-    """Return the `ModelSize` of a model that is not built.
-
-    The arguments and errors are those of `evaluation.cost`; two towers, and groups that
-    are the whole batch, are refused, too.
-    """
+    """Return the `ModelSize` of a model that is not built."""
     total = cost(model, num_classes, **changes)
     found, name, num_classes, _ = described(model, num_classes, **changes)
     if isinstance(found, TwoTowers):
@@ -154,8 +150,7 @@ def _activation_bytes(found, slots, compute):
     """Return the bytes that a group keeps from the forward to the backward pass.
 
     These are what XLA keeps without rematerialization (JAX 0.10 on a CPU, from its
-    buffer assignments), without tensors that have no token axis. `slots` are those of
-    blocks, and `compute` the bytes of a number in the dtype of computation.
+    buffer assignments), without tensors that have no token axis.
     """
     group, width, heads = found.group_images, found.hidden_dim, found.num_heads
     # Bytes of a number that is normalized: input and output, and centred in float32
@@ -220,18 +215,7 @@ def _bytes_of_experts(found, router, tokens, slots, compute):
 
 
 def optimizer_copies(optimizer):
-    """Return how many copies of the weights an optimizer keeps, and its name.
-
-    Args:
-        optimizer: str or `keras.optimizers.Optimizer`. It is not changed.
-
-    Returns:
-        `(copies, name)`: int and str.
-
-    Raises:
-        ValueError: if it is not an optimizer, or keeps other variables than whole
-            copies.
-    """
+    """Return how many copies of the weights an optimizer keeps, and its name."""
     given = optimizer
     optimizer = keras.optimizers.get(optimizer)
     if not isinstance(optimizer, keras.optimizers.Optimizer):

@@ -14,14 +14,7 @@ _PAIR_TASKS = ("keras_softmoe>LIMoEContrastive", "keras_softmoe>TwoTowerContrast
 
 
 class Described(NamedTuple):
-    """A model and its head.
-
-    Attributes:
-        architecture: `architecture.ViT`, `TextTower`, `LIMoE` or `TwoTowers`.
-        name: str, name of the model.
-        num_classes: int, classes of the head. `None` without one.
-        head_dtype: dtype of the head.
-    """
+    """A model: its record of `architecture`, its name and its head."""
 
     architecture: Settings
     name: str
@@ -32,18 +25,8 @@ class Described(NamedTuple):
 def described(model, num_classes=None, **changes):
     """Describe a preset, a model or a dict of arguments.
 
-    Args:
-        model: as in `evaluation.cost`.
-        num_classes: int, classes of the head. By default a classifier's own, else no
-            head.
-        **changes: arguments of the backbone to change and settings of its routers.
-
-    Returns:
-        `Described`.
-
-    Raises:
-        ValueError: if it is none of these, or of an unknown class, or arguments are
-            missing, unknown or do not go together.
+    `model` is as in `evaluation.cost`, `num_classes` defaults to a classifier's own,
+    and `changes` are arguments of the backbone and settings of its routers.
     """
     routing = {name: changes.pop(name) for name in MUTABLE_SETTINGS if name in changes}
     found, name, classes, head_dtype = _read(model, changes)

@@ -95,11 +95,7 @@ def cost(
 
 
 def gflop_per_image(model):
-    """Return the figure of `Cost`, also for a quantized model, whose is the same.
-
-    Args:
-        model: as in `cost`.
-    """
+    """Return the figure of `Cost`, also for a quantized model, whose is the same."""
     if not _is_of_another_library(model):
         return 2e-9 * _counts(described(model), dtype="float32")[1]
     # On first use, since `models` imports KerasHub.
@@ -117,10 +113,7 @@ def _is_of_another_library(model):
 
 
 def _counts(model, dtype=None):
-    """Return the weights of a `Described` model, and the products of one image.
-
-    With `dtype`, that of all weights in place of the model's own.
-    """
+    """Return the weights of a `Described` model, and the products of one image."""
     found = model.architecture
     is_pair = isinstance(found, TwoTowers)
     weights, products = [], 0

@@ -145,11 +145,7 @@ class Sweep:
         return Sweep([self.rows[i] for i in order if not beaten[i]], self.baselines)
 
     def scores(self, y: str = "accuracy") -> list:
-        """Return the values of a score, `(seeds,)` for each row.
-
-        Raises:
-            ValueError: if there are no rows, or a row lacks the score.
-        """
+        """Return the values of a score, `(seeds,)` for each row."""
         if not self.rows or any(y not in row.scores for row in self.rows):
             known = dict.fromkeys(name for row in self.rows for name in row.scores)
             raise ValueError(

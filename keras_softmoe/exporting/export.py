@@ -22,14 +22,8 @@ from keras_softmoe.routers import Router
 class Format(NamedTuple):
     """Format of exported files.
 
-    Attributes:
-        suffix: str, suffix of the file; empty for a directory.
-        backend: str, the backend of Keras that writes it.
-        packages: tuple of str, other packages needed to write it.
-        has_half_precision: bool, whether it supports models that compute in float16 or
-            bfloat16.
-        quantized: tuple of str, the modes of quantized models that it supports, `None`
-            for all. (ONNX files would hold int4 kernels as float32.)
+    `suffix` of a directory is empty, `backend` writes the files, `packages` are needed
+    to write them, and `quantized` are the supported modes, `None` for all.
     """
 
     suffix: str
@@ -233,15 +227,7 @@ def _as_spec(tensor):
 
 
 def save_job(model, filepath, job, backend, directory):
-    """Save a model and a job for `run_jobs`, and return the path of the job.
-
-    Args:
-        model: `keras.Model`.
-        filepath: str or path of the file to write.
-        job: dict, the other arguments of `write`.
-        backend: str, backend of the subprocess.
-        directory: path of an empty directory.
-    """
+    """Save a model and a job for `run_jobs`, and return the path of the job."""
     saved, file = Path(directory, "model.keras"), Path(directory, "job.json")
     layers = flatten_layers(model)
     own = {type(x).__name__ for x in layers if type(x).__module__ == "__main__"}

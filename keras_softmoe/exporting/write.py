@@ -64,11 +64,7 @@ def image_converter(model):
 
 
 class FromPixels(keras.Model):
-    """Model with its image converter, as plain operations on tensors.
-
-    Pixels of shape `(B, height, width, channels)`, `None` where open, are resized to
-    the model's size.
-    """
+    """Model with its image converter, as plain operations on tensors."""
 
     def __init__(self, model, pixels_shape):
         super().__init__(name=model.name)
@@ -94,8 +90,7 @@ class FromPixels(keras.Model):
 def _write_torch(model, filepath, input_signature, options):
     """Write a `.pt2` file.
 
-    Keras' exporter traces a batch of two images. In a model that routes several images
-    together that is one group, and PyTorch would assume a single group.
+    Keras' exporter traces a batch of two images, and PyTorch would assume one group.
     """
     import torch
 
@@ -136,10 +131,7 @@ def _write_torch(model, filepath, input_signature, options):
 
 @contextlib.contextmanager
 def _groups_of(model, batch):
-    """Replace `group_images=None` by the batch size inside this context.
-
-    TensorFlow also traces a model for batches of any size.
-    """
+    """Replace `group_images=None` by the batch size inside this context."""
     whole = [layer for layer in moe_layers_of(model) if layer.group_images is None]
     for layer in whole:
         layer.group_images = batch
@@ -168,8 +160,8 @@ def _quiet():
 def _tidy_onnx(filepath):
     """Rewrite an ONNX file in less space, with the axis of the batch called "batch".
 
-    TensorFlow multiplies the int8 kernels of experts in float32. The converter makes
-    float32 constants of them, and more constants of which only the shape is used.
+    The converter makes float32 constants of int8 kernels, and more constants of which
+    only the shape is used.
     """
     import onnx
 

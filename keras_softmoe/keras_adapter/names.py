@@ -40,10 +40,7 @@ def named_weights(layer):
 
 
 def _is_counted(name, kind):
-    """Return whether a name is an automatic one with a counter.
-
-    A model may have the automatic name of another class, of which it was made.
-    """
+    """Return whether a name is an automatic one with a counter."""
     if not name[-1:].isdigit():
         return False
     stem = r"\w+" if issubclass(kind, keras.Model) else to_snake_case(kind.__name__)

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 class OwnAverages:
     """Mixin for an optimizer that calls `update_averages` after every step.
 
-    With `use_ema=True` Keras updates the averages by a fixed rule.
     Would be replaced by: a public `Optimizer.update_averages`.
     """
 
@@ -41,8 +40,8 @@ def index_of(optimizer, variable):
 def num_gradients(optimizer):
     """Return the number of gradients applied to an optimizer, an int tensor.
 
-    `Optimizer.iterations` counts several accumulated gradients as one.
-    Would be replaced by: a public counterpart of `Optimizer.iterations`.
+    `Optimizer.iterations` counts accumulated gradients as one. Would be replaced by: a
+    public counterpart of it.
     """
     return optimizer._iterations + 0
 

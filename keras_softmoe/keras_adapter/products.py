@@ -13,9 +13,6 @@ def counted_products():
     They are those of `keras.ops.matmul`, `dot`, `tensordot`, `einsum` and
     `dot_product_attention` and of convolutions, in any layer, also in a symbolic call.
     Would be replaced by: a public count of operations in Keras.
-
-    Yields:
-        `Products`.
     """
     products = Products()
     numpy, nn = keras_backend.numpy, keras_backend.nn
@@ -42,9 +39,6 @@ class Products:
     """A count that can be paused.
 
     Would be replaced by: see `counted_products`.
-
-    Attributes:
-        total: int, multiply-adds.
     """
 
     def __init__(self):

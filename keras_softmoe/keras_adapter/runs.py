@@ -16,8 +16,7 @@ def wrap_compilation(cls, around):
     Keras compiles a step once, with the settings of the layers as constants. `around`
     is a callable `(model, step, make)`, where `step` is `"train"`, `"test"` or
     `"predict"`, and `make(again)` makes the step, with `again=True` even if it exists.
-    Would be replaced by: a method of `keras.Model` that is called before each run and
-    returns whether to compile again.
+    Would be replaced by: a method of `keras.Model` called before each run.
     """
     for step in ("train", "test", "predict"):
         name = f"make_{step}_function"
@@ -48,9 +47,9 @@ _LENGTH_IS_UNKNOWN = contextvars.ContextVar("length_is_unknown", default=False)
 def batches_of_length(length):
     """Enter a run over so many batches, `None` if their number is unknown.
 
-    Then Keras on TensorFlow begins a step before it knows whether there is a batch:
-    after the last one it counts one more iteration, and decays the weights.
-    Would be replaced by: a step of TensorFlow that waits for its batch.
+    Else Keras on TensorFlow begins a step before it knows whether there is a batch, and
+    counts one iteration too many. Would be replaced by: a step that waits for its
+    batch.
     """
     token = _LENGTH_IS_UNKNOWN.set(length is None)
     try:
@@ -77,11 +76,7 @@ def _end_with_the_data(model, step):
 
 
 def _trace_once(model, step):
-    """Let the next call of a compiled step be traced once, on TensorFlow.
-
-    A step that creates variables of the optimizer and the metrics is traced a second
-    time without that. On the other backends Keras creates them beforehand.
-    """
+    """Let the next call of a compiled step be traced once, on TensorFlow."""
     if model.run_eagerly:
         return
     name = f"{step}_function"
@@ -111,9 +106,8 @@ def _trace_once(model, step):
 def map_predictions(model, function):
     """Apply a function to each tensor returned by a step of `predict`.
 
-    Where several processes share a model, each gets the rows of its own devices, which
-    Keras does not gather.
-    Would be replaced by: `predict` that gathers the rows of all processes.
+    Where processes share a model, each gets the rows of its own devices. Would be
+    replaced by: `predict` that gathers the rows of all processes.
     """
     predict = model.predict_function
     if getattr(predict, "is_mapped", False):
@@ -142,8 +136,8 @@ def kept_weights(model, trains):
     """Let a model keep its weights if its data raise an error in this context.
 
     On JAX Keras moves the weights out of the model for its steps. If a pipeline fails
-    at the first batch of `fit` (`trains`), or at any of `evaluate`, they are lost.
-    Would be replaced by: `JAXTrainer` restoring its state in a `finally`.
+    they are lost. Would be replaced by: `JAXTrainer` restoring its state in a
+    `finally`.
     """
     if keras.backend.backend() != "jax" or not model.compiled:
         yield
@@ -189,8 +183,8 @@ def has_metrics(model):
 def make_metrics(model, batch):
     """Build the metrics of a compiled model, which TensorFlow does in its first step.
 
-    A model that cannot be traced symbolically is left unchanged.
-    Would be replaced by: a public `Model.build_metrics(batch)`.
+    A model that cannot be traced stays unchanged. Would be replaced by: a public
+    `Model.build_metrics(batch)`.
     """
     with contextlib.suppress(RuntimeError, ValueError):
         model._symbolic_build(data_batch=batch)
@@ -202,8 +196,8 @@ def make_metrics(model, batch):
 def set_first_epoch(model, epoch):
     """Start the current `fit` at a later epoch, from a callback's `on_train_begin`.
 
-    With `None` it is reset, when the `fit` has begun.
-    Would be replaced by: a public `Model.initial_epoch` that each `fit` resets.
+    `None` resets it. Would be replaced by: a public `Model.initial_epoch` that each
+    `fit` resets.
     """
     if epoch is not None:
         model._initial_epoch = _FirstEpoch(epoch, model)
@@ -212,11 +206,7 @@ def set_first_epoch(model, epoch):
 
 
 class _FirstEpoch(int):
-    """Initial epoch that is true only in the `fit` for which it was set.
-
-    Keras never resets it, not even after an interruption. The next `fit` has another
-    `History`.
-    """
+    """Initial epoch that is true only in the `fit` for which it was set."""
 
     def __new__(cls, epoch, model):
         self = super().__new__(cls, epoch)
@@ -231,8 +221,8 @@ def replace_next_step(model, step):
     """Replace the next training step, from a callback's `on_train_batch_begin`.
 
     `step` takes the model and the iterator over batches (on PyTorch the batch), and
-    returns the logs of the step, or `None` to run the step after it.
-    Would be replaced by: `fit(..., initial_step=...)`.
+    returns the logs of the step, or `None` to run the step after it. Would be replaced
+    by: `fit(..., initial_step=...)`.
     """
     model.train_function = _ReplacedStep(model, step)
 
@@ -278,8 +268,8 @@ def is_traced_for_xla():
 def before_compiling_distillers(check):
     """Call `check` with each `keras.distillation.Distiller` before it compiles.
 
-    Its training leaves out the losses of a student's layers.
-    Would be replaced by: `Distiller.compute_loss` that adds `losses`.
+    Its training leaves out the losses of a student's layers. Would be replaced by:
+    `Distiller.compute_loss` that adds `losses`.
     """
     compile_ = keras.distillation.Distiller.compile
 

@@ -21,8 +21,7 @@ def sublayers(model):
     """Yield `(path, layer, parent)` of all layers in a model, parents first, in order.
 
     Parts of a layer come in the order in which it got them, layers of a functional
-    model in the order of its graph, and a layer that is used in several places once.
-    Paths are names below the model with `/` between them.
+    model in that of its graph, and each once. Paths are names with `/` between them.
     Would be replaced by: a public `keras.Layer.flatten_layers()` in that order.
     """
     seen = {id(model)}
@@ -42,7 +41,6 @@ def sublayers(model):
 def sublayer(parent, name):
     """Return the part of a layer with a name, or in an attribute; `None` without one.
 
-    The attribute may have an underscore before the name.
     Would be replaced by: a public dict of the sublayers of a layer.
     """
     for layer in parent._layers:
@@ -58,7 +56,6 @@ def sublayer(parent, name):
 def replace_sublayer(parent, old, new):
     """Replace a part of a built layer, in an attribute or in a list in one.
 
-    The `call` of `parent`, which is no functional model, then uses the new one.
     Would be replaced by: sublayers that can be set in a built layer, as
     https://github.com/keras-team/keras/issues/18601 proposes.
     """
@@ -99,8 +96,8 @@ def attributes_of(layer):
 def forget_calls(layer):
     """Clear the calls of a layer on Keras tensors, as of one that is new.
 
-    The configuration of a graph counts the calls of a layer from its first one.
-    Would be replaced by: configurations of graphs that count from the call at hand.
+    A graph counts the calls of a layer from its first one. Would be replaced by:
+    configurations of graphs that count from the call at hand.
     """
     layer._inbound_nodes.clear()
 
@@ -108,7 +105,6 @@ def forget_calls(layer):
 def renew_parameters(model):
     """Register the weights of all layers of a model anew in their PyTorch modules.
 
-    Layers list their parameters once, when they are built.
     Would be replaced by: lists that follow the variables of a layer.
     """
     if keras.backend.backend() == "torch":
@@ -120,16 +116,11 @@ def renew_parameters(model):
 def call_symbolically(model, inputs, around=None, start=None, parts=None):
     """Call a model on shapes: it computes no numbers, but calls all its layers.
 
-    Would be replaced by: a public `keras.compute_output_spec`.
-
-    Args:
-        model: built `keras.Layer`; or a callable, with `parts`.
-        inputs: `keras.KerasTensor` of known sizes, or a structure of them.
-        around: dict from ids of layers in the model to callables
-            `(call, inputs, *args, **kwargs)`, called in place of the layer's `call`.
-        start: callable for the start of each call: PyTorch computes with numbers where
-            it cannot without.
-        parts: the layers that a callable calls. Defaults to those of the layer.
+    `inputs` are (structures of) `keras.KerasTensor` of known sizes. `around` is a dict
+    from ids of layers to callables `(call, inputs, *args, **kwargs)` in place of their
+    `call`, `start` a callable for the start of each call, and `parts` are the layers of
+    a `model` that is a callable. Would be replaced by: a public
+    `keras.compute_output_spec`.
     """
     around = around or {}
     is_layer = isinstance(model, keras.Layer)

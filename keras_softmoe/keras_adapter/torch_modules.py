@@ -14,9 +14,9 @@ from keras_softmoe.keras_adapter.names import named_weights
 class Weights(torch.nn.Module):
     """The weights of a layer with all its parts, as parameters of a PyTorch module.
 
-    They are looked up whenever PyTorch asks: LoRA, quantization and `build` change
-    them. Their names have no counters, so that a `state_dict` fits other instances.
-    Would be replaced by: Keras registering sublayers as modules, and weights by name.
+    They are looked up whenever PyTorch asks, since LoRA, quantization and `build`
+    change them, and their names have no counters. Would be replaced by: Keras
+    registering sublayers as modules, and weights by name.
     """
 
     def __init__(self, layer):
@@ -96,9 +96,7 @@ def register(cls):
     """Let layers of a class, and those around them, list their weights as `Weights`.
 
     Keras lists the weights of each layer once, by paths: of two weights of equal paths
-    one is lost, LoRA factors are missing in the lists of the layers around, and each
-    weight is in the lists of all of them.
-    Would be replaced by: as for `Weights`.
+    one is lost, and LoRA factors are missing. Would be replaced by: as for `Weights`.
     """
     track = TorchLayer._track_variables
 

@@ -12,25 +12,17 @@ from keras_softmoe.keras_adapter.names import named_weights
 class Templates:
     """The template as it was given and as it is used, which Keras does not track.
 
-    Attributes:
-        given: `keras.layers.Layer`, by the user.
-        used: the built one, which computes each expert with its values, or `None`.
-        draws: dict from bools, whether in training, to whether it draws numbers.
+    `given` is the user's layer, `used` the built one, which computes each expert with
+    its values, and `draws` says for both values of `training` whether it draws numbers.
     """
 
     def __init__(self, given):
         self.given, self.used, self.draws = given, None, {}
 
     def build(self, slot_shape):
-        """Build and check the layer to use.
+        """Build the layer to use; return it and the shape of its input.
 
-        Args:
-            slot_shape: tuple of int, of a slot.
-
-        Returns:
-            The layer, and the shape of one of its inputs without the batch: that of a
-            slot, or `(1, D)`, where each slot is a sequence of its own, so that no
-            layer can mix them.
+        With `(1, D)` each slot is a sequence of its own, so that no layer can mix them.
         """
         # All slots as a batch, or each as a sequence of one token
         shapes = [slot_shape] + [(1, *slot_shape)] * (len(slot_shape) == 1)
@@ -129,13 +121,7 @@ def _described(layer):
 
 
 class _Probe(keras.layers.Layer):
-    """A call of a template in which nothing is computed, to see whether it can be one.
-
-    Attributes:
-        is_training: bool.
-        changed: list of the `id`s of variables with a new value.
-        has_losses: bool, whether there are losses.
-    """
+    """A call of a template in which nothing is computed, to check it."""
 
     def __init__(self, template, is_training):
         super().__init__(name="probe")
@@ -155,12 +141,7 @@ class _Probe(keras.layers.Layer):
         return outputs
 
     def check(self, spec, shape):
-        """Raise unless the template is a function of one slot.
-
-        Args:
-            spec: what it returns, `keras.KerasTensor` or a structure of them.
-            shape: tuple, the shape of its input without the batch.
-        """
+        """Raise unless the template maps one slot to `spec`, of the same shape."""
         template = self._templates.given
         kind = f"expert={_described(template)}"
         if not isinstance(spec, keras.KerasTensor) or tuple(spec.shape[1:]) != shape:

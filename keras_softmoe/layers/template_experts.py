@@ -125,12 +125,7 @@ class TemplateExperts(layers.Layer):
         return ops.vectorized_map
 
     def _one(self, training, states=()):
-        """Return the function of one expert: of its slots and the values of variables.
-
-        Args:
-            training: bool or `None`.
-            states: variables besides the weights.
-        """
+        """Return the function of one expert, of its slots and variables."""
         template = self._templates.used
         variables = [*template.weights, *states]
 
@@ -253,10 +248,7 @@ class TemplateExperts(layers.Layer):
 
 
 class NotQuantizedError(NotImplementedError, ValueError):
-    """A `ValueError` that `keras.Model.quantize` turns into a warning.
-
-    It raises others when some layers are quantized already.
-    """
+    """A `ValueError` that `keras.Model.quantize` turns into a warning."""
 
 
 def _check_has_values(layer):

@@ -69,17 +69,11 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
     def compile(self, optimizer="auto", loss="auto", metrics="auto", **kwargs):
         """Configure training.
 
-        Args:
-            optimizer: `"auto"` (`AdamW` at 3e-4), a name or a
-                `keras.optimizers.Optimizer`.
-            loss: `"softmax"` (as CLIP and LIMoE), `"sigmoid"` (as SigLIP) or
-                `"auto"`: sigmoid if the backbone has a `logit_bias`, else softmax.
-            metrics: `"auto"`: `image_to_text_accuracy` and `text_to_image_accuracy`,
-                the share of pairs that are the most similar in their batch; or `None`.
-            **kwargs: as in `keras.Model.compile`.
-
-        Raises:
-            ValueError: if loss or metrics are not among these.
+        `optimizer` `"auto"` is `AdamW` at 3e-4. `loss` is `"softmax"` (as CLIP and
+        LIMoE), `"sigmoid"` (as SigLIP) or `"auto"`: sigmoid if the backbone has a
+        `logit_bias`. `metrics` `"auto"` is the share of pairs that are the most similar
+        in their batch, `image_to_text_accuracy` and `text_to_image_accuracy`; or
+        `None`.
         """
         if optimizer == "auto":
             optimizer = keras.optimizers.AdamW(3e-4)
@@ -122,14 +116,7 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
         return self._own_metrics.routing_loss.without(super().get_metrics_result())
 
     def logits(self, outputs):
-        """Return scaled (and shifted) similarities of all pairs of a batch.
-
-        Args:
-            outputs: dict, outputs of the model for `B` pairs.
-
-        Returns:
-            `(B, B)` tensor, images in rows, captions in columns.
-        """
+        """Return scaled similarities `(B, B)` of the images and captions of a batch."""
         similarity = ops.matmul(
             outputs["image_embedding"], ops.transpose(outputs["text_embedding"])
         )
@@ -206,11 +193,7 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
             raise no_weights("class_weight", class_weight)
 
     def check_input(self, x):
-        """Raise unless images, or their `tf.TensorSpec`, can be preprocessed.
-
-        Args:
-            x: images, or a dict with `"images"` and perhaps `"token_ids"`.
-        """
+        """Raise unless images, or their `tf.TensorSpec`, can be preprocessed."""
         images = x
         if isinstance(x, dict):
             images = x.get("images")

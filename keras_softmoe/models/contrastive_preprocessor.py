@@ -15,10 +15,7 @@ from keras_softmoe.models.two_towers import TwoTowerBackbone
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class LIMoEImageConverter(image_preprocessor.ViTMoEImageConverter):
-    """`ViTMoEImageConverter` in presets of `LIMoEBackbone`.
-
-    KerasHub finds the class of a converter by the class of the backbone.
-    """
+    """`ViTMoEImageConverter` in presets of `LIMoEBackbone`."""
 
     backbone_cls = LIMoEBackbone
 
@@ -51,10 +48,7 @@ class LIMoETokenizer(keras_hub.tokenizers.SentencePieceTokenizer):
 
 
 class ContrastivePreprocessor(keras_hub.models.Preprocessor):
-    """Base class of the preprocessors for pairs of image and caption.
-
-    Arguments, inputs, outputs and errors are those of `LIMoEPreprocessor`.
-    """
+    """Base class of preprocessors of pairs, with arguments as `LIMoEPreprocessor`."""
 
     def __init__(
         self,

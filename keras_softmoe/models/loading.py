@@ -268,8 +268,7 @@ def _check_dtypes(preprocessing, preset):
 def open_preset(preset, load_weights=True):
     """Find the files of a preset, and name it in errors while they are read.
 
-    `preset` is a str or path: a name of the catalogue, a directory, or a handle. Yields
-    a str, a directory or the handle. It is a directory of the cache for a convertible
+    Yields a directory or the handle. It is a directory of the cache for a convertible
     preset with weights, and a temporary one for an architecture.
     """
     if not isinstance(preset, str | os.PathLike):

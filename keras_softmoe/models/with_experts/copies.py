@@ -15,11 +15,7 @@ from keras_softmoe.models.with_experts.mlp_sites import is_of_keras_hub
 
 
 def copy_of(model):
-    """Return a new model with the configuration and the weights of a model.
-
-    Raises:
-        ValueError: if it cannot be made from its configuration.
-    """
+    """Return a new model with the configuration and the weights of a model."""
     try:
         config = configuration_of(model)
         # The user's own objects, not those of a file
@@ -63,11 +59,7 @@ def task_with(task, backbone):
 
 
 def quantization_of(model):
-    """Return a list with the index among all layers and the policy of quantized ones.
-
-    A model may have several layers of one path, and layers whose names are new in each
-    copy.
-    """
+    """Return pairs of index among all layers and policy, of quantized ones."""
     return [
         [index, keras.dtype_policies.serialize(own_policy(layer))]
         for index, (_, layer, _) in enumerate(surgery.sublayers(model))
@@ -95,11 +87,8 @@ class LayerOfModel:
     """Mixin of a layer whose configuration is that of its model, and its index there.
 
     A graph over a model contains its layers. The configuration of a layer of KerasHub
-    does not say that experts have replaced its MLP, and some families' layers cannot be
-    created from theirs at all: the graph could not be loaded.
-
-    Attributes:
-        described_by: namespace with `model` and `index`, which Keras does not track.
+    does not say that experts have replaced its MLP, so the graph could not be loaded.
+    `described_by` is a namespace with `model` and `index`, which Keras does not track.
     """
 
     def get_config(self):
@@ -125,9 +114,8 @@ class LayerOfModel:
 def describe_layers(model):
     """Let the layers of a model be saved in graphs over it.
 
-    Args:
-        model: model with experts, or of KerasHub. The classes of layers of KerasHub in
-            its graph, and of all layers around experts, become subclasses.
+    The classes of layers of KerasHub in its graph, and of all layers around experts,
+    become subclasses.
     """
     all_layers = list(surgery.sublayers(model))
     parents = {id(layer): parent for _, layer, parent in all_layers}

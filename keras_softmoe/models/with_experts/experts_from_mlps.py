@@ -20,12 +20,7 @@ _FULL_PRECISION = ("float32", "float64")
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class Chain(keras.layers.Layer):
-    """Layers applied one after the other: the MLP of another library's model.
-
-    Args:
-        parts: layers, built or not.
-        **kwargs: as in `keras.layers.Layer`.
-    """
+    """Layers applied one after the other: the MLP of another library's model."""
 
     def __init__(self, parts, **kwargs):
         kwargs.setdefault("dtype", parts[0].dtype_policy)
@@ -62,8 +57,7 @@ class Chain(keras.layers.Layer):
 class _InModel:
     """Mixin of mixtures of experts in a model with a fixed shape of tokens.
 
-    On TensorFlow, layers of other libraries may lose the number of tokens in a batch of
-    any size.
+    On TensorFlow, layers of other libraries may lose the number of tokens.
     """
 
     # Shape of the tokens without the batch; `None` if it varies
@@ -90,16 +84,9 @@ def make_moe(router, parts, shape, settings, start="copies"):
 
     An MLP that `plain_mlp` recognizes becomes a bank of experts, which is fast and
     supports LoRA and int8. Any other is the template of the experts, by image if it
-    computes a token from other tokens, too.
-
-    Args:
-        router: `Router`, a template.
-        parts: built layers, applied one after the other: the MLP, from tokens to tokens
-            of the same width.
-        shape: shape of the tokens, `(None, ..., D)`.
-        settings: dict of further arguments of `layers.MoE`; and `by_image`: bool or
-            `None`, whether whole images are routed (`layers.ImageMoE`).
-        start: as in `add_experts`.
+    computes a token from other tokens, too. `parts` are its layers, `shape` is that of
+    the tokens, `(None, ..., D)`, and `settings` are those of `layers.MoE`, and
+    `by_image`.
     """
     mlp = Chain(parts, name="mlp")
     settings = {"dtype": mlp.dtype_policy, **settings}
@@ -147,11 +134,8 @@ def make_moe(router, parts, shape, settings, start="copies"):
 class PlainMLP(NamedTuple):
     """Dense layers that make up a `layers.MLP`.
 
-    Attributes:
-        layers: list of `keras.layers.Dense`.
-        pieces: dict from the names of the dense layers of `layers.MLP` to `(i, half)`:
-            its kernel is that of `layers[i]`, or half 0 or 1 of it, `None` for all.
-        activation: str.
+    `pieces` is a dict from the names of the dense layers of `layers.MLP` to `(i,
+    half)`: its kernel is that of `layers[i]`, or half 0 or 1 of it, `None` for all.
     """
 
     layers: list
@@ -159,12 +143,7 @@ class PlainMLP(NamedTuple):
     activation: str
 
     def read(self, pairs=None):
-        """Return a dict from names to kernel and bias, arrays.
-
-        Args:
-            pairs: list with kernel and bias of each dense layer. By default those that
-                the layers have.
-        """
+        """Return a dict from names to kernel and bias, the layers' by default."""
         if pairs is None:
             pairs = [
                 tuple(map(ops.convert_to_numpy, (layer.kernel, layer.bias)))
@@ -194,10 +173,6 @@ def plain_mlp(mlp, shape):
 
     The activation may be in the code of a layer. So the arrangement and the activation
     are those with which an MLP computes the same from random weights.
-
-    Args:
-        mlp: built layer.
-        shape: shape of its inputs, `(None, ..., D)`.
     """
     inside = [mlp, *(layer for _, layer, _ in sublayers(mlp))]
     dense = [x for x in inside if type(x) is keras.layers.Dense and x.use_bias]
@@ -270,10 +245,6 @@ def mixes_tokens(mlp, shape):
 
     With random weights, half of the tokens of an image are changed, and all are moved:
     the other outputs must not change, and outputs must move with the tokens.
-
-    Args:
-        mlp: built layer.
-        shape: shape of its inputs, `(None, ..., D)`.
     """
     rng = np.random.default_rng(0)
     # (3, S, D)

@@ -53,11 +53,8 @@ GATED = (
 class Site(NamedTuple):
     """An MLP in a model.
 
-    Attributes:
-        paths: tuple of str, the names of its parts below the model.
-        parts: tuple of layers, applied one after the other.
-        parents: tuple of layers, each with the part of that index.
-        is_causal: bool, whether it is in a block whose tokens see no later ones.
+    `paths` are the names of its `parts`, applied one after the other, `parents` the
+    layers that have them. `is_causal`: it is in a block whose tokens see no later ones.
     """
 
     paths: tuple
@@ -67,15 +64,7 @@ class Site(NamedTuple):
 
 
 def find_sites(model, rule=None):
-    """Return the list of the sites of a model, in the order of its layers.
-
-    Args:
-        model: built `keras.Model`.
-        rule: as `sites` in `add_experts`.
-
-    Raises:
-        ValueError: if there are none, with the layers that might be meant.
-    """
+    """Return the list of the sites of a model, in the order of its layers."""
     if rule is not None:
         _check_rule(rule)
     layers = [("", model, None), *sublayers(model)]
@@ -279,11 +268,7 @@ def check_causal(router, site, by_image):
 
 
 def looks_ahead(router):
-    """Return whether the decision of a router for a token depends on later tokens.
-
-    Args:
-        router: `Router`. `True` for unknown classes.
-    """
+    """Return whether the decision of a router for a token depends on later tokens."""
     if isinstance(router, IdentityRouter):
         return False
     assignment = getattr(router, "assignment", None)
@@ -304,9 +289,6 @@ def keeps_outputs(router):
     """Return whether equal experts have the outputs of one MLP, for any tokens.
 
     They do if each token keeps all its choices, with gates that sum to one.
-
-    Args:
-        router: `Router`. `False` for unknown classes.
     """
     if isinstance(router, IdentityRouter):
         return True

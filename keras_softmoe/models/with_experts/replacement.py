@@ -16,15 +16,9 @@ from keras_softmoe.models.with_experts.token_shapes import ends
 def put_experts(model, sites, routers, held):
     """Replace MLPs by mixtures of experts.
 
-    Args:
-        model: built model, which is changed.
-        sites: dict from blocks to their `Site`.
-        routers: dict from blocks to routers.
-        held: namespace with `shapes`, `start` and `moe_settings`.
-
-    Returns:
-        dict from blocks to `layers.MoE`; dict from the `id` of a layer in the graph of
-        a functional model to its replacement.
+    `sites` and `routers` are dicts from blocks. Returns a dict from blocks to
+    `layers.MoE`, and one from the `id` of a layer in the graph of a functional model to
+    its replacement.
     """
     layers, in_graph = {}, {}
     images = held.moe_settings.get("by_image")
@@ -66,12 +60,7 @@ def put_experts(model, sites, routers, held):
 def graph_with(model, new):
     """Return the ends of a model and its attributes, after layers were replaced.
 
-    Args:
-        model: built model.
-        new: dict from the `id` of a layer in the graph to its replacement.
-
-    Returns:
-        Keras tensors of inputs and outputs; dict of attributes.
+    `new` is a dict from the `id` of a layer in the graph to its replacement.
     """
     is_backbone = isinstance(model, keras_hub.models.Backbone)
     attributes = {
@@ -116,14 +105,8 @@ def _with_layers(model, new):
 def inner_backbones(model, sites, held):
     """Return the backbones inside a model, as SegFormer's has an image encoder.
 
-    Args:
-        model: built model, not changed yet.
-        sites: list of all sites of it.
-        held: namespace of the model.
-
-    Returns:
-        List of `(backbone, namespace)`, where `blocks` is a dict from the blocks of the
-        model to those of the backbone.
+    Returns `(backbone, namespace)` pairs, where `blocks` is a dict from the blocks of
+    the model to those of the backbone.
     """
     found = []
     layers = [

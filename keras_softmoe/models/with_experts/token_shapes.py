@@ -27,10 +27,6 @@ def check_sites(model, sites):
 
     The names alone allow other layers, a wrong order, and activations or gates between
     the parts, which would be applied to the outputs of the experts.
-
-    Args:
-        model: built model.
-        sites: list of `Site`.
     """
     calls = {id(part): [] for site in sites for part in site.parts}
 
@@ -50,10 +46,8 @@ def check_sites(model, sites):
 def _check_flow(site, flow):
     """Raise unless the calls of the parts of a site make up an MLP.
 
-    Args:
-        site: `Site`.
-        flow: for each part a tuple of arguments, keyword arguments and outputs; `None`
-            if one is not called.
+    `flow` has arguments, keyword arguments and outputs of each part; `None` if one is
+    not called.
     """
     parts = ", ".join(
         f"{path!r} (`{type(part).__name__}`)"
@@ -97,15 +91,7 @@ def _check_flow(site, flow):
 
 
 def token_shapes(model, sites):
-    """Return the shapes of the inputs of some MLPs, `(None, ..., D)`.
-
-    Args:
-        model: built model.
-        sites: dict from blocks to their `Site`.
-
-    Returns:
-        dict from the same blocks.
-    """
+    """Return a dict from blocks to the input shapes of MLPs, `(None, ..., D)`."""
     shapes = {}
 
     def note(block, call, inputs, *args, **kwargs):
