@@ -242,7 +242,7 @@ class _ImageSums:
 
 
 def experts_of_tokens(decision):
-    """Return who takes a token, its weight and the router's, three `(G, S, E)` arrays."""
+    """Return who takes a token, its weight and the router's, all `(G, S, E)`."""
     routing, summary = decision
     if isinstance(routing, SlotRouting):
         num_groups, num_tokens = summary["valid"].shape

@@ -257,7 +257,7 @@ class _Sums:
 
 
 def _queue(router, scores, masks):
-    """Return the queue for each expert, `(G, E, S)` tokens and which places are taken."""
+    """Return the queue for each expert, `(G, E, S)` tokens and the taken places."""
     priority = router.priority
     if priority not in PRIORITIES:
         # One modality first; where it is missing, by position.
