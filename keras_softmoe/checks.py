@@ -212,3 +212,11 @@ def patch_grid(image_shape, patch_size):
             + received(image_shape=image_shape, patch_size=patch_size)
         )
     return rows, columns
+
+
+def table(rows, left=1):
+    """Return a table of rows of str, whose first `left` columns are aligned left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = [str.ljust] * left + [str.rjust] * (len(widths) - left)
+    lines = (map(lambda f, x, n: f(x, n), aligned, row, widths) for row in rows)
+    return "\n".join("  ".join(line).rstrip() for line in lines)

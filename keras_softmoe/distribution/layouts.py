@@ -1,12 +1,10 @@
 """Layouts of variables and tensors, as rules from paths to axes of the mesh.
 
 The keys of a layout map are regular expressions that must match the whole path of a
-variable (examples are in the comments, with shapes of a model of width D). A variable
-without a rule is replicated on every device. `audit` checks the rules.
-
-The values are roles, which `Roles` maps to axes of a mesh: `experts` shards experts,
-`images` the batch, and so groups of images, `width` dense kernels. Experts are
-replicated along `replicas`.
+variable (examples are in the comments, with shapes of a model of width D). The values
+are roles, which `Roles` maps to axes of a mesh: `experts` shards experts, `images` the
+batch, and so groups of images, `width` dense kernels. Experts are replicated along
+`replicas`. A variable without a rule is replicated on every device.
 """
 
 import re
@@ -221,8 +219,7 @@ def several_match(path, keys):
 def fitted(key, layout, variable):
     """Return the layout of a variable by a rule, `None` if the rule is not for it.
 
-    A rule of this library for other ranks matches a variable of another library. That
-    of stacked weights has the axis of experts only, for weights of any rank.
+    A rule of this library for other ranks matches a variable of another library.
     """
     missing = len(variable.shape) - len(layout.axes)
     if key == _STACKED and missing > 0:
@@ -243,17 +240,14 @@ def name_in_optimizer(variable):
 
 
 def unmatched_rules(layout_map, used_keys, paths=()):
-    """Return the error for rules of a user that match nothing, or `None`."""
+    """Return the error for rules of a user that match nothing, if there are any."""
     unmatched = [
         key
         for key in layout_map
         if not (is_known(key) or key in used_keys)
         and not any(matching_keys({key: None}, path) for path in paths)
     ]
-    if not unmatched:
-        return None
-    return (
-        "Nothing has a path that these rules match: "
-        f"{', '.join(map(repr, unmatched))}. A rule that matches nothing leaves its "
-        "variable replicated on every device."
+    return unmatched and (
+        "Nothing has a path that these rules match, which leaves variables replicated: "
+        f"{', '.join(map(repr, unmatched))}."
     )

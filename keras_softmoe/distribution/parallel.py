@@ -41,16 +41,13 @@ def expert_parallel(
 
     By default one axis of the mesh shards both the batch and the experts, as in the
     papers: with `n` devices each has `1 / n` of the images and of every layer's
-    experts, and all other weights. The slots are sent to the experts and back; expert
-    weights are never sent. Optimizer moments are sharded like their variables.
-
-    Build, compile and use a model under the distribution. Tasks of this library are
-    checked before each run; for other models call `audit`. With `n` devices a batch
+    experts, and all other weights. The slots are sent to the experts and back. A batch
     needs at least `n * group_images` images, or all tokens are gathered.
 
-    Several processes call the same methods with the same data in the same order, and
-    draw the same initial weights. On PyTorch, from Keras 3.16 on, each process has one
-    device, after `keras.distribution.initialize`, and the mesh has one axis.
+    Build, compile and use a model under the distribution. Tasks of this library are
+    checked before each run; for other models call `audit`. Several processes call the
+    same methods with the same data in the same order, and draw the same initial
+    weights. On PyTorch (Keras 3.16) each process has one device, and the mesh one axis.
 
     Args:
         mesh_shape: `None`, or `(batch, experts)`: a mesh in which the experts are
@@ -95,15 +92,11 @@ def expert_parallel(
         if backend != "jax":
             raise NotImplementedError(
                 "A mesh of batch times experts, whose axes together shard the batch, "
-                "is supported on JAX only: leave `mesh_shape` out. Received: "
-                f"backend={backend!r}."
+                f"is supported on JAX only. Received: {backend=}, {mesh_shape=}."
             )
-        mesh = keras.distribution.DeviceMesh(
-            mesh_shape, [BATCH_AXIS, EXPERT_AXIS], devices
-        )
-    return ExpertParallel(
-        layout_map(mesh, shard_dense, layouts), auto_shard_dataset=auto_shard_dataset
-    )
+        names = [BATCH_AXIS, EXPERT_AXIS]
+        mesh = keras.distribution.DeviceMesh(mesh_shape, names, devices)
+    return ExpertParallel(layout_map(mesh, shard_dense, layouts), auto_shard_dataset)
 
 
 def data_parallel(
@@ -112,8 +105,7 @@ def data_parallel(
     """Train replicas of a model, one on each device, with a share of each batch.
 
     Unlike in `keras.distribution.DataParallel` the last batch may have any size, and
-    several processes share each batch evenly. No tokens are exchanged, provided that
-    the devices divide the number of groups.
+    several processes share each batch evenly.
 
     Args:
         devices: sequence of str. Defaults to `keras.distribution.list_devices()`.
@@ -182,9 +174,8 @@ class EachBatch:
             return replicated
         # Each device of a process gets all rows of the process.
         devices = self.device_mesh.devices.reshape(self.num_processes, -1)
-        mesh = keras.distribution.DeviceMesh(
-            devices.shape, ["process", "device"], devices
-        )
+        names = ["process", "device"]
+        mesh = keras.distribution.DeviceMesh(devices.shape, names, devices)
         return self._layout(["process", *others], mesh)
 
     def distribute_dataset(self, dataset):
@@ -271,11 +262,7 @@ class ExpertParallel(EachBatch, keras.distribution.ModelParallel):
         return super().get_data_layout(data_shape)
 
     def get_variable_layout(self, variable):
-        """Return the `TensorLayout` of a variable, by its path.
-
-        Raise `PlacementError` if several rules match the path, or the devices do not
-        divide an axis that a rule shards.
-        """
+        """Return the `TensorLayout` of a variable, or raise `PlacementError`."""
         key = self._key(variable.path)
         if key is not None:
             layout = rules.fitted(key, self.layout_map[key], variable)
@@ -297,16 +284,10 @@ class ExpertParallel(EachBatch, keras.distribution.ModelParallel):
         """Raise `PlacementError` if the devices do not divide a number of experts."""
         shards = self.num_expert_shards
         if num_experts % shards:
-            split = [n for n in range(1, self.num_devices + 1) if num_experts % n == 0]
-            split = [n for n in split if self.num_devices % n == 0]
-            instead = "start fewer processes"
-            if keras.backend.backend() == "jax":
-                mesh_shape = self.num_devices // split[-1], split[-1]
-                instead = f"replicate them: `expert_parallel({mesh_shape=})`"
             raise PlacementError(
                 f"{num_experts} experts do not divide among {shards} devices. Received:"
-                f" num_experts={num_experts}, mesh={self.device_mesh}. Use a multiple "
-                f"of {shards} experts, or {instead}."
+                f" num_experts={num_experts}, mesh={self.device_mesh}. On JAX experts "
+                "may be replicated: `expert_parallel(mesh_shape=(batch, experts))`."
             )
 
     def check_layer(self, layer):
@@ -364,8 +345,7 @@ def _check_divided(variable, layout):
             raise PlacementError(
                 f"{shards} devices must divide the axis of {variable.path!r} that is "
                 f"sharded over them. Received: shape={tuple(variable.shape)}, "
-                f"axes={layout.axes}, mesh={mesh}. `shard_dense=False` shards experts "
-                "only."
+                f"axes={layout.axes}, mesh={mesh}."
             )
 
 
@@ -395,9 +375,8 @@ def _check_backend(feature, also_torch=False):
         why = "does it in another way, which is not supported"
     raise NotImplementedError(
         f"{feature} needs {needed}: Keras {keras.__version__} on {backend!r} {why}. "
-        "Start Python with KERAS_BACKEND=jax; presets are the same on all backends. "
-        f"{_INSTEAD.get(backend, 'Or train on one device')} (shown in the guide "
-        f"`placing_experts`). Received: backend={backend!r}."
+        f"{_INSTEAD.get(backend, 'Train on one device')} (guide `placing_experts`). "
+        f"Received: backend={backend!r}."
     )
 
 

@@ -17,16 +17,7 @@ _FLOAT32 = 4
 
 
 class MoELayer(NamedTuple):
-    """Sizes of a mixture of experts.
-
-    Attributes:
-        path: str, for example `"block_1/moe"`.
-        num_experts: int.
-        expert_bytes: int, kernels and biases of all experts.
-        slot_parameter_bytes: int, `mu` of a soft router, 0 for the others.
-        slot_bytes: int, of all slots of one group of images, which are sent to the
-            experts.
-    """
+    """Sizes of a mixture of experts: `slot_bytes` of all slots of a group of images."""
 
     path: str
     num_experts: int
@@ -38,20 +29,9 @@ class MoELayer(NamedTuple):
 class ModelSize(NamedTuple):
     """Sizes that `plan` needs.
 
-    Attributes:
-        name: str.
-        parameters: int, numbers in all weights.
-        expert_parameters: int, those in kernels and biases of experts.
-        weight_bytes: int, of all weights.
-        dense_kernel_bytes: int, of the kernels that `shard_dense` shards.
-        hidden_dim: int, size of the axis along which it shards them.
-        moe_layers: tuple of `MoELayer`.
-        group_images: int, images (or pairs) that are routed together.
-        activation_bytes: int, activations of a group that the backward pass needs,
-            slots at the experts included.
-        shared_bytes: int, of weights shared by both modalities, 0 without pairs.
-        embedding_bytes: int, of the embedding of one image or caption in a contrastive
-            loss, 0 without one.
+    `hidden_dim` is the axis along which `shard_dense` shards the dense kernels,
+    `activation_bytes` are those of a group, `shared_bytes` of weights shared by both
+    modalities, and `embedding_bytes` of an image or caption in a contrastive loss.
     """
 
     name: str
@@ -73,8 +53,8 @@ def model_size(model, num_classes=None, **changes):
     found, name, num_classes, _ = described(model, num_classes, **changes)
     if isinstance(found, TwoTowers):
         raise ValueError(
-            "Two towers share nothing, and each has its own groups. Received: "
-            f"model={model!r}. Plan each tower separately."
+            "Two towers share nothing, and each has its own groups: plan them "
+            f"separately. Received: model={model!r}."
         )
     group_images = found.group_images
     if group_images is None:
@@ -221,7 +201,7 @@ def optimizer_copies(optimizer):
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ValueError(
             "`optimizer` must be the name of one or a `keras.optimizers.Optimizer`. "
-            f"Received: optimizer={given!r}. One without moments is 'sgd'."
+            f"Received: optimizer={given!r}."
         )
     # Some treat matrices, or large ones, differently.
     shapes = ((7,), (7, 5), (7, 5, 3), (200, 150))

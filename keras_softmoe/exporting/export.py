@@ -53,10 +53,9 @@ def export_model(
 ) -> None:
     """Export a model to a file that runs without Keras and without this library.
 
-    The file computes predictions, with the current settings of routers, without noise
-    and dropout. SavedModel, ONNX, LiteRT and OpenVINO are written by TensorFlow, `.pt2`
-    by PyTorch; on another backend in a subprocess with that one. Models of this library
-    have it as their method `export`.
+    The file computes predictions, with the current settings of routers. Some formats
+    are written by TensorFlow, `.pt2` by PyTorch; on another backend in a subprocess.
+    Models of this library have it as their method `export`.
 
     Args:
         model: `keras.Model` that is built.
@@ -114,10 +113,9 @@ def checked_job(
     whole = any(layer.group_images is None for layer in moe_layers_of(model))
     if None in batches and whole:
         raise ValueError(
-            "`group_images=None` routes a whole batch as one group, so the size of the "
-            "batch must be known. Received: batch sizes "
-            f"{sorted(batches, key=str)}. Pass an `input_signature`, or choose a size "
-            "of groups with `set_routing(group_images=8)`."
+            "`group_images=None` routes a whole batch as one group, so "
+            "`input_signature` must have the size of the batch. Received: batch sizes "
+            f"{sorted(batches, key=str)}."
         )
     if preprocessing and format == "torch":
         sizes = [tuple(x.shape[1:3]) for x in (signature[0], model.input)]
@@ -161,8 +159,7 @@ def _check(model, filepath, format):
         raise ValueError(
             f"A model in the format '{format}' must compute in float32. Received: a "
             f"model with layers in {' and '.join(half)}. Load it with "
-            "`from_preset(..., dtype='float32')`, or choose another format: "
-            "'tf_saved_model', 'torch'."
+            "`from_preset(..., dtype='float32')`."
         )
     modes = {getattr(layer, "quantization_mode", None) for layer in layers} - {None}
     if quantized is not None and modes - {*quantized}:
@@ -186,8 +183,7 @@ def _check_router(router):
         raise ValueError(
             "Random routing cannot be exported: an exported model must be "
             f"deterministic. Received: {router.path} with {random_logits=}, "
-            f"{priority=}. Change them with "
-            "`set_routing(random_logits=False, priority='max')`."
+            f"{priority=}."
         )
     if router.num_rows(1) is not None:
         factor = router.num_experts / router.choices_per_token
@@ -198,29 +194,24 @@ def _check_router(router):
         )
 
 
-# === Inputs ===
-
-
 def _signature(model, input_signature):
     """Return a list of the inputs, each a `keras.InputSpec` or a structure of them."""
-    if input_signature is None:
-        if not hasattr(model, "input"):
-            raise ValueError(
-                f"The inputs of a `{type(model).__name__}` are unknown, so "
-                "`input_signature` must be given: "
-                "`[keras.InputSpec(shape=(None, ...))]`. "
-                + received(input_signature=input_signature)
-            )
-        input_signature = [model.input]
-    return keras.tree.map_structure(_as_spec, list(input_signature))
+    if input_signature is None and not hasattr(model, "input"):
+        raise ValueError(
+            f"The inputs of a `{type(model).__name__}` are unknown, so "
+            "`input_signature` must be given: `[keras.InputSpec(shape=(None, ...))]`. "
+            + received(input_signature=input_signature)
+        )
 
+    def as_spec(tensor):
+        return keras.InputSpec(
+            dtype=keras.backend.standardize_dtype(tensor.dtype or "float32"),
+            shape=tuple(tensor.shape),
+            name=getattr(tensor, "name", None),
+        )
 
-def _as_spec(tensor):
-    return keras.InputSpec(
-        dtype=keras.backend.standardize_dtype(tensor.dtype or "float32"),
-        shape=tuple(tensor.shape),
-        name=getattr(tensor, "name", None),
-    )
+    given = [model.input] if input_signature is None else list(input_signature)
+    return keras.tree.map_structure(as_spec, given)
 
 
 # === Another process ===

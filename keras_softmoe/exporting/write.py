@@ -16,13 +16,7 @@ from keras_softmoe.keras_adapter import exports
 def write(model, filepath, format, input_signature, preprocessing, options):
     """Write a model with the backend in use, which must be the format's.
 
-    Args:
-        model: `keras.Model`.
-        filepath: str or path, replaced when the new file is complete.
-        format: str, see `export_model`.
-        input_signature: list of `keras.InputSpec`s, or of structures of them.
-        preprocessing: bool, see `export_model`.
-        options: dict of further arguments of `keras.Model.export`.
+    Arguments are as in `export_model`; `options` are those of `keras.Model.export`.
     """
     if preprocessing:
         (spec,) = input_signature
@@ -88,10 +82,7 @@ class FromPixels(keras.Model):
 
 
 def _write_torch(model, filepath, input_signature, options):
-    """Write a `.pt2` file.
-
-    Keras' exporter traces a batch of two images, and PyTorch would assume one group.
-    """
+    """Write a `.pt2` file. Keras' exporter traces too few groups."""
     import torch
 
     groups = [layer.group_images for layer in moe_layers_of(model)]
