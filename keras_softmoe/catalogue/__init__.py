@@ -1,9 +1,4 @@
-"""Catalogue of presets: architectures as data, and directories with weights.
-
-`papers` has the tables of the papers, `unreleased` converts them to rows, `released`
-has released checkpoints, `preset_files` writes a row as a directory, `cards` its model
-card, `lookup` finds a name.
-"""
+"""Catalogue of presets: architectures as data, and directories with weights."""
 
 from keras_softmoe.catalogue.cards import (
     front_matter as front_matter,

@@ -106,15 +106,8 @@ def front_matter(
 ) -> str:
     """Return the head of the card of a preset, in the form of Hugging Face's hub.
 
-    Args:
-        name: str, of the preset.
-        metadata: dict, content of `metadata.json`. The accuracies of presets that were
-            trained here are its results; those that others published are not.
-        datasets: sequence of str, the hub's identifiers of the data of its training.
-        is_mixture: bool, whether the model has experts.
-
-    Returns:
-        str that ends with an empty line.
+    `metadata` is the content of `metadata.json`; the accuracies of presets that were
+    trained here are its results. `datasets` are the hub's identifiers of its data.
     """
     pipeline = _PIPELINES[metadata["tasks"][0]]
     licence = {"license": "apache-2.0"}

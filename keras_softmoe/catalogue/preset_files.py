@@ -55,28 +55,23 @@ def preset_files(row):
     }
     if row.kind.backbone == "ViTMoEBackbone":
         # A preprocessor for captions needs a vocabulary from the user.
-        files["preprocessor.json"] = preprocessor = _serialized(
-            "ViTMoEImageClassifierPreprocessor",
-            {
-                **_layer("preprocessor"),
-                "image_converter": converter,
-                "config_file": "preprocessor.json",
-            },
+        name = "preprocessor.json"
+        of_images = {"image_converter": converter, "config_file": name}
+        files[name] = _serialized(
+            "ViTMoEImageClassifierPreprocessor", {**_layer("preprocessor"), **of_images}
         )
     if row.release:
-        files["task.json"] = _serialized(
-            "ViTMoEImageClassifier",
-            {
-                "name": f"{row.name}_classifier",
-                "trainable": True,
-                "backbone": backbone,
-                "preprocessor": preprocessor,
-                "num_classes": row.release.num_classes,
-                "activation": None,
-                "dropout": 0.0,
-                "head_dtype": None,
-            },
-        )
+        arguments = {
+            "name": f"{row.name}_classifier",
+            "trainable": True,
+            "backbone": backbone,
+            "preprocessor": files["preprocessor.json"],
+            "num_classes": row.release.num_classes,
+            "activation": None,
+            "dropout": 0.0,
+            "head_dtype": None,
+        }
+        files["task.json"] = _serialized("ViTMoEImageClassifier", arguments)
     texts = {name: json.dumps(c, indent=4) + "\n" for name, c in files.items()}
     return texts | {"README.md": card(row, about)}
 

@@ -15,12 +15,8 @@ IMAGE_SIZE = 224
 class Release:
     """Checkpoint with the weights of a classifier.
 
-    Attributes:
-        checkpoint: str, its address: a URL of one file, or the common part of several.
-        num_classes: int, classes of its head.
-        training: str, data and length of its training.
-        accuracy: dict from data set to published accuracy, from 0 to 1.
-        crop: bool, whether images are cropped to squares before they are resized.
+    `checkpoint` is a URL of one file, or the common part of several, `accuracy` a dict
+    from data set to published accuracy, and `crop`: images are cropped to squares.
     """
 
     checkpoint: str
@@ -32,34 +28,24 @@ class Release:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Row:
-    """Model whose weights were never released, or are downloaded.
-
-    Attributes:
-        name: str, of the preset.
-        title: str, the paper's name for it.
-        experts: str, number and placement of experts; empty for a dense model.
-        source: str, paper and section or table.
-        arguments: dict, arguments of the backbone other than its router.
-        router: callable that returns the router, `None` for a dense model.
-        twin: str, name of the preset of its dense twin, or `None`.
-        published: dict, the paper's figures, or `None`.
-        settings: list of dicts, settings of the paper's trainings, or `None`.
-        note: str, further remarks, or `None`.
-        release: `Release` with its weights, or `None`.
-        kind: class of its record in `architecture`.
-    """
+    """Model whose weights were never released, or are downloaded."""
 
     name: str
+    # The paper's name, number and placement of experts, paper and section or table
     title: str
     experts: str
     source: str
+    # Of the backbone, other than its router; callable that returns the router
     arguments: dict
     router: Callable | None = None
+    # Name of the preset of the dense twin
     twin: str | None = None
+    # The paper's figures, and settings of its trainings
     published: dict | None = None
     settings: list | None = None
     note: str | None = None
     release: Release | None = None
+    # Class of the record in `architecture`
     kind: type = ViT
 
     def architecture(self) -> Settings:
@@ -135,7 +121,7 @@ def moe_blocks(num_layers: int, every: int = 1, last: int | None = None) -> tupl
         tuple of ints for `moe_layers`, ascending.
 
     Raises:
-        ValueError: if an argument is not among the accepted values.
+        ValueError: if a number is out of range.
 
     Source: V-MoE, section 3.1 and appendix E.1 (blocks 21 and 23 of 24); Soft MoE,
     sections 2.1 and 3.4. Numbered as in V-MoE's released code.

@@ -57,12 +57,8 @@ _MAX_BLOCKS = 1024
 def read_vit_checkpoint(path):
     """Open an `.npz` file under V-MoE's names, see `read_checkpoint`.
 
-    Supported are files of the original repository and of AugReg, in both numberings of
-    the blocks' children, and of big_vision: blocks stacked or not, the image tower of
-    two (SigLIP). Arrays of other models are an error.
-
-    Source: Dosovitskiy et al. 2021, released code, and big_vision's (names of the
-    parameters).
+    Supported are the original repository and AugReg, in both numberings of the blocks'
+    children, and big_vision: blocks stacked or not, the image tower of two (SigLIP).
     """
     arrays = {
         member: _lazy(path, member, shape, dtype)
@@ -161,9 +157,8 @@ def _lazy(path, member, shape, dtype):
             array = np.lib.format.read_array(file, allow_pickle=False)
         return array.view(ml_dtypes.bfloat16) if is_bfloat16 else array
 
-    return LazyArray(
-        shape, np.dtype(ml_dtypes.bfloat16) if is_bfloat16 else dtype, read
-    )
+    dtype = np.dtype(ml_dtypes.bfloat16) if is_bfloat16 else dtype
+    return LazyArray(shape, dtype, read)
 
 
 @contextlib.contextmanager

@@ -39,13 +39,10 @@ _from_heads = functools.partial(_dense, weight=layouts.from_heads)
 
 
 def _fused(theirs, ours, *parts, joint="."):
-    return (
-        (
-            theirs + re.escape(joint) + "weight",
-            ours + "{}/kernel",
-            layouts.fused(*parts),
-        ),
-        (theirs + re.escape(joint) + "bias", ours + "{}/bias", layouts.fused(*parts)),
+    theirs, split = theirs + re.escape(joint), layouts.fused(*parts)
+    return tuple(
+        (theirs + old, ours + "{}/" + new, split)
+        for old, new in (("weight", "kernel"), ("bias", "bias"))
     )
 
 
@@ -195,15 +192,11 @@ def read_torch_names(
         raise CheckpointError(f"{name!r} in '{path}' has the shape {shape}, not four.")
     width, _, *patch_size = shape
     num_heads = _num_heads(width, about, num_heads, path)
-    arrays = {
-        theirs: LazyArray(
-            checkpoint.shapes[theirs],
-            checkpoint.dtypes[theirs],
-            lambda theirs=theirs: checkpoint[theirs],
-        )
-        for theirs in checkpoint
-        if head or not re.fullmatch(_TWO_HEADS, theirs)
-    }
+    arrays = {}
+    for n in checkpoint:
+        if head or not re.fullmatch(_TWO_HEADS, n):
+            read = functools.partial(checkpoint.__getitem__, n)
+            arrays[n] = LazyArray(checkpoint.shapes[n], checkpoint.dtypes[n], read)
     arrays = translate(arrays, rules, f"'{path}'", num_heads)
     settings = _settings(rules, arrays, about, path)
     num_patches = None
@@ -225,8 +218,8 @@ def _num_heads(width, about, given, path):
     if not isinstance(found, int) or found < 1 or width % found:
         raise CheckpointError(
             f"'{path}' does not determine the number of attention heads of a model "
-            f"that is {width} wide. Received: {found!r}. Pass `num_heads=...`, or put "
-            "the model's config.json beside the file."
+            f"that is {width} wide: pass `num_heads`, or put the model's config.json "
+            f"beside the file. Received: {found!r}."
         )
     return found
 

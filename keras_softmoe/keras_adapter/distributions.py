@@ -27,8 +27,8 @@ def lay_out_each_batch(layout_of):
     """Let distributions choose the layout of every batch, instead of the first only.
 
     Keras reuses the layout of the first batch of an epoch for all. `layout_of` takes
-    the shape of a process' rows and returns a `TensorLayout` or `None`. Would be
-    replaced by: Keras calling `Distribution.get_data_layout` for each batch.
+    the shape of a process' rows and returns a `TensorLayout` or `None`.
+    Would be replaced by: Keras calling `Distribution.get_data_layout` for each batch.
     """
     if keras.backend.backend() == "torch":
         from keras.src.backend.torch import trainer as module
@@ -53,8 +53,8 @@ def share_datasets(share):
     """Let distributions choose the rows of a process, as before Keras 3.16.
 
     From 3.16 on Keras cuts the stream of all rows anew, so that the last batches of two
-    processes may differ. `share` takes a `tf.data.Dataset` and the distribution. Would
-    be replaced by: `Distribution.distribute_dataset`, as Keras 3.15 has it.
+    processes may differ. `share` takes a `tf.data.Dataset` and the distribution.
+    Would be replaced by: `Distribution.distribute_dataset`, as Keras 3.15 has it.
     """
     from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 

@@ -26,8 +26,8 @@ def sizes_may_be_one():
 def drop_assertions_of_more_than_one(graph):
     """Remove the assertions of an exported graph that an open size is not one.
 
-    PyTorch adds them for memory layouts; no result depends on them. Would be replaced
-    by: `torch.export` without unnecessary assertions.
+    PyTorch adds them for memory layouts; no result depends on them.
+    Would be replaced by: `torch.export` without unnecessary assertions.
     """
     import torch
 

@@ -106,8 +106,8 @@ def _trace_once(model, step):
 def map_predictions(model, function):
     """Apply a function to each tensor returned by a step of `predict`.
 
-    Where processes share a model, each gets the rows of its own devices. Would be
-    replaced by: `predict` that gathers the rows of all processes.
+    Where processes share a model, each gets the rows of its own devices.
+    Would be replaced by: `predict` that gathers the rows of all processes.
     """
     predict = model.predict_function
     if getattr(predict, "is_mapped", False):
@@ -221,8 +221,8 @@ def replace_next_step(model, step):
     """Replace the next training step, from a callback's `on_train_batch_begin`.
 
     `step` takes the model and the iterator over batches (on PyTorch the batch), and
-    returns the logs of the step, or `None` to run the step after it. Would be replaced
-    by: `fit(..., initial_step=...)`.
+    returns the logs of the step, or `None` to run the step after it.
+    Would be replaced by: `fit(..., initial_step=...)`.
     """
     model.train_function = _ReplacedStep(model, step)
 
@@ -268,8 +268,8 @@ def is_traced_for_xla():
 def before_compiling_distillers(check):
     """Call `check` with each `keras.distillation.Distiller` before it compiles.
 
-    Its training leaves out the losses of a student's layers. Would be replaced by:
-    `Distiller.compute_loss` that adds `losses`.
+    Its training leaves out the losses of a student's layers.
+    Would be replaced by: `Distiller.compute_loss` that adds `losses`.
     """
     compile_ = keras.distillation.Distiller.compile
 

@@ -96,8 +96,8 @@ def attributes_of(layer):
 def forget_calls(layer):
     """Clear the calls of a layer on Keras tensors, as of one that is new.
 
-    A graph counts the calls of a layer from its first one. Would be replaced by:
-    configurations of graphs that count from the call at hand.
+    A graph counts the calls of a layer from its first one.
+    Would be replaced by: configurations of graphs that count from the call at hand.
     """
     layer._inbound_nodes.clear()
 
