@@ -134,8 +134,7 @@ class TwoTowers(Settings):
         if image != text:
             raise ValueError(
                 "Embeddings of images and text must have one width to be compared. "
-                f"Received: {image} for images, {text} for text. Set "
-                f"`text_projection_dim={image}`, or `image_projection_dim`."
+                f"Received: {image} for images, {text} for text."
             )
 
     @property

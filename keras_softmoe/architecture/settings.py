@@ -15,10 +15,7 @@ class Settings:
     """Base class of records whose fields are the settings of a backbone.
 
     A field has the name and the default of the argument of the backbone, and a record
-    refuses values that do not go together.
-
-    Attributes:
-        backbone: str, the name of the class that has these arguments.
+    refuses values that do not go together. `backbone` is the name of its class.
     """
 
     backbone: ClassVar[str]
@@ -30,8 +27,9 @@ class Settings:
     def names(cls) -> dict[str, Any]:
         """Return the defaults of all settings, or `dataclasses.MISSING`."""
         found = {field.name: field.default for field in dataclasses.fields(cls)}
+        # Required settings come first.
         return dict(
-            sorted(found.items(), key=lambda item: item[1] is not dataclasses.MISSING)
+            sorted(found.items(), key=lambda x: x[1] is not dataclasses.MISSING)
         )
 
     @classmethod
@@ -55,9 +53,8 @@ class Settings:
     @classmethod
     def of_arguments(cls, scope: Mapping) -> Self:
         """Make the record from the `locals()` of a constructor."""
-        return cls(
-            **{field.name: scope[field.name] for field in dataclasses.fields(cls)}
-        )
+        names = (field.name for field in dataclasses.fields(cls))
+        return cls(**{name: scope[name] for name in names})
 
     def flat(self) -> dict[str, Any]:
         """Return all settings as a dict, in the order of `names`."""

@@ -55,9 +55,8 @@ def _read(model, changes):
     backbone = getattr(model, "backbone", model)
     found = getattr(backbone, "architecture", None)
     num_classes = getattr(model, "num_classes", None)
-    is_task = num_classes is not None or not _registered_names(model).isdisjoint(
-        _PAIR_TASKS
-    )
+    classes = map(keras.saving.get_registered_name, type(model).__mro__)
+    is_task = num_classes is not None or not set(_PAIR_TASKS).isdisjoint(classes)
     if not isinstance(found, Settings) or (backbone is not model and not is_task):
         raise ValueError(
             "`cost` counts the name or directory of a preset, a backbone of this "
@@ -68,11 +67,6 @@ def _read(model, changes):
     if changes:
         found = found.replace(**changes)
     return found, model.name, num_classes, getattr(model, "head_dtype", None)
-
-
-def _registered_names(model):
-    classes = type(model).__mro__
-    return {keras.saving.get_registered_name(cls) for cls in classes}
 
 
 def _with_routing(found, routing):
@@ -87,6 +81,6 @@ def _with_routing(found, routing):
         raise ValueError(
             f"A dense model has no routers to set. Received: {', '.join(routing)}."
         )
-    if isinstance(router, list | tuple):
-        return found.replace(router=[r.with_settings(**routing) for r in router])
-    return found.replace(router=router.with_settings(**routing))
+    is_list = isinstance(router, list | tuple)
+    routers = [r.with_settings(**routing) for r in (router if is_list else [router])]
+    return found.replace(router=routers if is_list else routers[0])

@@ -34,15 +34,11 @@ def cost(
 ) -> Cost:
     """Count the parameters, operations and bytes of a model without its weights.
 
-    Layers are called on shapes only, one block of each kind, so the largest preset
-    takes as little time and memory as the smallest.
-
-    The operations are those of the matrix products of a prediction, slots and groups
-    full: embeddings of patches, attention, MLPs, experts, logits of routers, products
-    that dispatch and combine, pooling and heads. Elementwise functions, sorting, and
-    dispatch that moves rows (`"gather"`) count nothing. A group without a size counts
-    as one image. A LIMoE's are those of a pair whose image and caption are encoded
-    together.
+    Layers are called on shapes only, so the largest preset takes as little time and
+    memory as the smallest. The operations are those of the matrix products of a
+    prediction, slots and groups full: embeddings, attention, MLPs, experts, logits of
+    routers, products that dispatch and combine, pooling and heads. Elementwise
+    functions, sorting, and dispatch that moves rows count nothing.
 
     In layers of other libraries, and in your own, products count that go through Keras
     (`keras.ops.matmul`, `einsum`, `dot`, `tensordot`, `dot_product_attention` and
@@ -51,8 +47,8 @@ def cost(
 
     Args:
         model: the name or directory of a preset (its backbone is counted), a model of
-            this library (by its architecture; factors of LoRA do not count), a dict of
-            arguments of a backbone, or any built `keras.Model`.
+            this library (without factors of LoRA), a dict of arguments of a backbone,
+            or any built `keras.Model`.
         num_classes: int or `None`, classes of a head of a `ViTMoEBackbone`. Defaults to
             those of a classifier, otherwise to no head.
         **changes: arguments of the backbone to change and settings of its routers, as
@@ -62,12 +58,11 @@ def cost(
         `Cost`.
 
     Raises:
-        ValueError: if the preset is unknown or damaged, or the model, its dtype or an
-            argument is of a kind that cannot be counted.
+        ValueError: if the preset is unknown or damaged, or the model cannot be counted.
 
-    Source: Soft MoE, section 2.3. Parameters of its table 9 are met within 0.15 % or
-    the table's rounding, operations within 0.6 %; parameters of V-MoE, table 8, within
-    0.1 %. Pairs: LIMoE, appendix D.2.
+    Source: Soft MoE, section 2.3. Parameters of its table 9 are met within 0.15 %,
+    operations within 0.6 %; parameters of V-MoE, table 8, within 0.1 %. Pairs: LIMoE,
+    appendix D.2.
 
     Examples:
         >>> ksm.evaluation.cost("soft_moe_huge_patch14_256e_224", num_classes=29593)
@@ -84,7 +79,8 @@ def cost(
                 f"{num_classes!r} for a `{type(model).__name__}`."
             )
         numbers, operations = model.count_params(), gflop_per_image(model)
-        return Cost(numbers, operations, sum(map(_bytes, model.weights)))
+        sizes = (math.prod(w.shape) * counting.itemsize(w.dtype) for w in model.weights)
+        return Cost(numbers, operations, sum(sizes))
     model = described(model, num_classes, **changes)
     weights, products = _counts(model)
     return Cost(
@@ -130,17 +126,19 @@ def _counts(model, dtype=None):
         numbers = 1 + (found.logit_bias is not None)
         weights.append(counting.Weight("contrastive_scale", numbers, "float32"))
     if model.num_classes is not None:
-        _check_num_classes(model)
-        heads = [(found.output_dim, model.num_classes)]
+        num_classes = model.num_classes
+        if not isinstance(found, ViT):
+            raise ValueError(
+                f"A `{found.backbone}` has no head for classes, only a "
+                f"`ViTMoEBackbone` has. Received: num_classes={num_classes!r}."
+            )
+        check_whole_numbers(1, num_classes=num_classes)
+        heads = [(found.output_dim, num_classes)]
     for width, units in heads:
         variable = dtype or _variable_dtype(model.head_dtype)
         weights.append(counting.Weight("head", (width + 1) * units, variable))
         products += width * units
     return weights, products
-
-
-def _bytes(weight):
-    return math.prod(weight.shape) * counting.itemsize(weight.dtype)
 
 
 def _variable_dtype(dtype):
@@ -150,16 +148,6 @@ def _variable_dtype(dtype):
     if is_map or policy.quantization_mode or "float" not in policy.variable_dtype:
         raise ValueError(
             "`cost` counts models in one float dtype, before they are quantized. "
-            f"Received: dtype={dtype!r}. Sum the sizes of `model.weights` instead."
+            f"Received: dtype={dtype!r}."
         )
     return policy.variable_dtype
-
-
-def _check_num_classes(model):
-    num_classes = model.num_classes
-    if not isinstance(model.architecture, ViT):
-        raise ValueError(
-            f"A `{model.architecture.backbone}` has no head for classes, only a "
-            f"`ViTMoEBackbone` has. Received: num_classes={num_classes!r}."
-        )
-    check_whole_numbers(1, num_classes=num_classes)

@@ -2,8 +2,6 @@
 
 Plain NumPy, in float64: the eigenvalues of a float32 decomposition (the papers'
 code) are too coarse for the smallest penalties.
-
-Source: V-MoE (arXiv 2106.05974), section 3.4, and its released evaluator.
 """
 
 from dataclasses import dataclass
@@ -28,12 +26,8 @@ def sample_support(labels, shots, seed):
     """
     labels = np.asarray(labels)
     generator = np.random.default_rng(seed)
-    return np.concatenate(
-        [
-            generator.permutation(np.flatnonzero(labels == index))[:shots]
-            for index in range(labels.max() + 1)
-        ]
-    )
+    of_classes = (np.flatnonzero(labels == i) for i in range(labels.max() + 1))
+    return np.concatenate([generator.permutation(x)[:shots] for x in of_classes])
 
 
 def best_l2(accuracies, l2=L2_GRID):
