@@ -22,9 +22,8 @@ class ExpertInformation(NamedTuple):
     Attributes:
         entropy: float, the entropy of the expert. `log2(E)` if all are used equally.
         position: float, mutual information of expert and place in the sequence.
-        label: float, mutual information of expert and class of the image. `None`
-            without labels.
-        label_chance: float, the same with shuffled labels. `None` without labels.
+        label, label_chance: float, mutual information of expert and class of the image,
+            and with shuffled labels. `None` without labels.
     """
 
     entropy: float
@@ -158,11 +157,11 @@ class BlockReducer:
         num_groups, num_tokens, load, dropped, demand = self._loads[name]
         of_images = self._sums[name].fields() if name in self._sums else {}
         return BlockStatistics(
-            name,
-            num_groups,
-            int(num_tokens),
-            load,
-            float(dropped / max(num_tokens, 1)),
+            block=name,
+            num_groups=num_groups,
+            num_tokens=int(num_tokens),
+            load=load,
+            dropped=float(dropped / max(num_tokens, 1)),
             chooses=chooses(self._routers[name]),
             patch_grid=self._patch_grid,
             demand=demand if demand.any() else None,
@@ -197,9 +196,8 @@ class _ImageSums:
         self.tokens_by_position += valid.sum(0)
         self.weight_by_position += weights.sum(0, dtype="float64")
         largest = -np.sort(-given[valid], axis=-1)[..., : self.choices]
-        self.histogram += np.stack(
-            [np.histogram(x, NUM_BINS, (0.0, 1.0))[0] for x in largest.T]
-        )
+        counts = [np.histogram(x, NUM_BINS, (0.0, 1.0))[0] for x in largest.T]
+        self.histogram += np.stack(counts)
         probabilities = weights
         if not isinstance(decision.routing, DenseRouting):
             probabilities = taken / np.maximum(taken.sum(-1, keepdims=True), 1)
@@ -297,9 +295,8 @@ def _demand(decision, choices):
 
 def _information(joint):
     """Return the mutual information of rows and columns of a table, in bits."""
-    return max(
-        _entropy(joint.sum(0)) + _entropy(joint.sum(1)) - _entropy(joint.ravel()), 0.0
-    )
+    apart = _entropy(joint.sum(0)) + _entropy(joint.sum(1))
+    return max(apart - _entropy(joint.ravel()), 0.0)
 
 
 def _entropy(weights):

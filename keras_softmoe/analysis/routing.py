@@ -23,8 +23,6 @@ from keras_softmoe.types import Data, Figure, Texts
 class Routing(NamedTuple):
     """The routing of a model on some data, see `analyze`.
 
-    Printed, it is a table with a line for each block.
-
     Attributes:
         blocks: dict from each MoE block, as `observe` names it, to `BlockStatistics`.
         soft: dict from each block with a `SoftRouter` to `SoftStatistics`.
@@ -71,10 +69,6 @@ class Routing(NamedTuple):
 
         Raises:
             ValueError: if the figure does not apply, or a block is missing.
-
-        Examples:
-            >>> routing = ksm.analysis.analyze(sparse, images, num_pictures=2)
-            >>> figure = routing.plot("experts", blocks=[3])
         """
         check_choice("figure", figure, self.figures)
         found = self._drawable(figure)
@@ -98,18 +92,12 @@ class Routing(NamedTuple):
         """Write a page with all figures: one HTML file, which needs no other.
 
         Args:
-            path: str or path of the file. Its directory is made. An older file is
-                replaced when the page is complete.
-            title: str, heading of the page. "How ... routes" if `None`, with the name
-                or class of the model.
+            path: str or path of the file, which is replaced when the page is complete.
+            title: str, heading of the page. By default with the name of the model.
             class_names: optional sequence of str, names of the classes.
 
         Returns:
             `pathlib.Path` of the file.
-
-        Examples:
-            >>> routing = ksm.analysis.analyze(sparse, images, labels)
-            >>> routing.save("report.html")
         """
         return write_report(self, path, title, class_names)
 
@@ -136,10 +124,8 @@ def analyze(
 
     All that applies to the model is counted: the load of experts, their work by place
     and class, the weights of soft routers, images and text of a LIMoE. Memory does not
-    grow with the data.
-
-    Images and captions that are given together compete for slots, as in training.
-    Either of them alone has the capacity that the router gives one modality.
+    grow with the data. Images and captions that are given together compete for slots,
+    as in training; either alone has the capacity for one modality.
 
     Args:
         model: as in `observe`.
@@ -155,8 +141,7 @@ def analyze(
             kept with their routing, and shown patch by patch.
         capacity_factors: sequence of floats. The kept images are routed again at each
             of these capacities, to show the discarded patches.
-        batch_size: int, inputs of an array at a time. Pairs are rounded up to whole
-            groups.
+        batch_size: int, inputs of an array at a time, of pairs whole groups.
         preprocessor: callable applied to each batch. By default a task's own; without
             one, images in `[-1, 1]` and token ids are expected.
         verbose: 0 for silence, 1 for a progress bar, 2 for one line.
@@ -165,9 +150,8 @@ def analyze(
         `Routing`.
 
     Raises:
-        ValueError: if the model is dense or not built, the data are empty or do not
-            fit it, images and labels or captions differ in number, or an argument does
-            not apply to the model.
+        ValueError: if the model is dense or not built, or the data or an argument do
+            not fit it.
 
     Source: V-MoE, section 5 and appendices D and E; Soft MoE, section 3.6 and
     appendices B, E, H and I; LIMoE, appendices B.2, E.4, F and G.
@@ -177,6 +161,7 @@ def analyze(
         >>> {block: s.imbalance for block, s in routing.blocks.items()}
         >>> routing.soft[3].dispatch.needed(0.9)  # of 64 tokens
         >>> figure = routing.plot("tokens_per_slot")
+        >>> routing.save("report.html")
     """
     check_whole_numbers(0, num_pictures=num_pictures)
     backbone, _ = streaming.backbone_of(model, preprocessor)
@@ -207,10 +192,8 @@ def analyze(
 
 def _reducers(backbone, routers, labels, tagger, num_pictures, pairs):
     """Return a dict of the reducers that apply, by the parts of the result."""
-    reducers = {
-        "blocks": BlockReducer(backbone, routers, labels),
-        "soft": SoftReducer(routers),
-    }
+    blocks = BlockReducer(backbone, routers, labels)
+    reducers = {"blocks": blocks, "soft": SoftReducer(routers)}
     if pairs is not None and pairs.tokens_choose:
         reducers["modalities"] = ModalityReducer(pairs)
     if tagger is not None:
@@ -221,10 +204,8 @@ def _reducers(backbone, routers, labels, tagger, num_pictures, pairs):
             )
         reducers["words"] = WordReducer(pairs, tagger)
     if num_pictures:
-        has_patches = hasattr(backbone, "patch_grid") and streaming.tokens_per_input(
-            backbone
-        )
-        if pairs is None and not has_patches:
+        has_patches = hasattr(backbone, "patch_grid")
+        if pairs is None and not (has_patches and streaming.tokens_per_input(backbone)):
             raise ValueError(
                 "`num_pictures` needs a `ViTMoEBackbone` with images or a "
                 "`LIMoEBackbone` with arrays of images and captions. Received: "
@@ -232,9 +213,7 @@ def _reducers(backbone, routers, labels, tagger, num_pictures, pairs):
             )
         reducers["maps"] = MapReducer(backbone, num_pictures, pairs)
         if pairs is None:
-            choosing = [
-                block for block, router in routers.items() if streaming.chooses(router)
-            ]
+            choosing = [b for b, router in routers.items() if streaming.chooses(router)]
             reducers["patches"] = PatchReducer(backbone, choosing)
         elif pairs.tokens_choose:
             reducers["examples"] = ExampleReducer(pairs)

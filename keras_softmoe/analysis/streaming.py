@@ -33,10 +33,7 @@ class Reducer(Protocol):
     """
 
     def update(self, name: int | str, decision: Decision, inputs: Any) -> None:
-        """Add the decision of one router about one batch.
-
-        Routers come in the order of their calls. Keep sums instead of decisions, so
-        that memory does not grow with the data.
+        """Add the decision of one router about one batch; keep sums, not decisions.
 
         Args:
             name: int or str, the block, see `observe`.
@@ -80,17 +77,14 @@ def observe(
         key in `model.routers`, such as its index, or by the name of its MoE layer.
 
     Raises:
-        ValueError: if the model has no routers or is not built, or the data are empty
-            or do not fit it.
+        ValueError: if the model has no routers or is not built, or the data do not fit.
 
     Examples:
         >>> class Groups:
-        ...     def __init__(self):
-        ...         self.count = {}
+        ...     count = 0
         ...
         ...     def update(self, name, decision, inputs):
-        ...         groups = len(decision.summary["valid"])
-        ...         self.count[name] = self.count.get(name, 0) + groups
+        ...         self.count += len(decision.summary["valid"])
         ...
         ...     def result(self):
         ...         return self.count
@@ -149,8 +143,7 @@ def routers_of(model):
     if not routers:
         raise ValueError(
             "Only the routing of this library's MoE layers, `MoE` and `SoftMoE`, is "
-            f"recorded. Received: {type(model).__name__}, which is dense or has "
-            "experts of another library. `ksm.converters.add_experts` replaces MLPs."
+            f"recorded. Received: a {type(model).__name__} without any."
         )
     return routers
 
@@ -165,9 +158,9 @@ def _by_name(routers):
             if len(parts) > 1 and parts[-1] == own:
                 parts.pop()
         name = unique = "/".join(parts)
-        number = 1
-        while unique in named:
-            number += 1
+        for number in itertools.count(2):
+            if unique not in named:
+                break
             unique = f"{name} ({number})"
         named[unique] = router
     return named
@@ -215,9 +208,8 @@ def prepared(backbone, images, preprocessor):
         images = preprocessor(images)
     elif "int" in keras.backend.standardize_dtype(images.dtype):
         raise ValueError(
-            "Integer images need a preprocessor, such as a preset's "
-            "`ViTMoEImageConverter`, or a task in place of its backbone. Received: "
-            f"images of dtype={images.dtype}, preprocessor=None."
+            "Integer images need a preprocessor, or a task in place of its backbone. "
+            f"Received: images of dtype={images.dtype}, preprocessor=None."
         )
     images = ops.convert_to_numpy(images).astype("float32")
     if images.shape[1:] != backbone.image_shape or not len(images):
@@ -292,15 +284,13 @@ class Pairs:
                 f"{type(self.backbone).__name__}."
             )
         self.routers = routers_of(self.backbone)
-        counts = {len(x) for x in (images, captions) if x is not None}
+        given = {"images": images, "captions": captions}
+        given = {name: len(x) for name, x in given.items() if x is not None}
+        counts = set(given.values())
         if len(counts) != 1 or 0 in counts:
-            found = (
-                "none" if x is None else f"{len(x)} {name}"
-                for name, x in (("images", images), ("captions", captions))
-            )
             raise ValueError(
                 "Images and captions must be equal in number, one or more; `None` "
-                f"leaves one of them out. Received: {', '.join(found)}."
+                f"leaves one of them out. Received: {given or None}."
             )
         (self.num_pairs,) = counts
         self.images, self.captions = images, captions
@@ -368,8 +358,7 @@ class Pairs:
             if token_ids.dtype.kind not in "iu":
                 if self.preprocessor is None:
                     raise ValueError(
-                        "Captions in words need a preprocessor: pass the task in place "
-                        "of its backbone. Received: captions of type "
+                        "Captions in words need a preprocessor, or a task. Received: "
                         f"{type(self.captions).__name__}, preprocessor=None."
                     )
                 token_ids = self.preprocessor.tokenize(self.captions[rows])
