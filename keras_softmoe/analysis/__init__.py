@@ -1,10 +1,8 @@
 """Routing decisions: counted in one pass over any data, and drawn.
 
 `analyze` returns a `Routing`. Its parts, dicts from the blocks of the model, hold the
-numbers; `routing.plot(figure)` returns a `matplotlib.figure.Figure`: a notebook shows
-it, and `figure.savefig("routing.png")` keeps it. `routing.save` writes all that applies
-to a model on one page. Both need matplotlib (the extra `viz`): without it they raise an
-`ImportError` that says how to install it.
+numbers; `routing.plot(figure)` returns a `matplotlib.figure.Figure`, and `routing.save`
+writes all figures on one page. Both need matplotlib (the extra `viz`).
 
 Names that the examples of this module use:
 

@@ -20,9 +20,6 @@ _BINS_OF_EVEN_QUEUE = 50
 class WordStatistics(NamedTuple):
     """The tokens of text at one block by the tag of their word.
 
-    Signs and special pieces such as `</s>` are words of their own; padding has the tag
-    `"padding"`.
-
     Attributes:
         tags: tuple of `T` str, the most frequent first, `"padding"` last.
         num_tokens: `(T,)` int64 array, tokens with each tag.
@@ -133,9 +130,6 @@ class ModalityStatistics(NamedTuple):
 
     def experts_needed(self, share: float = 0.9) -> dict:
         """Return the number of experts whose `coverage` is a share, a dict to int.
-
-        Args:
-            share: float in `(0, 1]`.
 
         Source: LIMoE, appendix B.2 (figure 10).
         """
@@ -298,9 +292,8 @@ class WordReducer:
         if pairs.tokenizer is None or pairs.captions is None:
             kind = type(pairs.captions).__name__
             raise ValueError(
-                "`tagger` needs captions and a tokenizer: pass a task or its "
-                f"preprocessor. Received: captions of type {kind}, "
-                f"preprocessor={pairs.preprocessor!r}."
+                "`tagger` needs captions and a tokenizer. Received: captions of type "
+                f"{kind}, preprocessor={pairs.preprocessor!r}."
             )
         self._pairs = pairs
         self._tagger = tagger

@@ -14,20 +14,16 @@ from keras_softmoe.types import Data, Texts
 class RoutingMonitor(keras.callbacks.Callback):
     """Callback that adds the routing of some data to the logs of each epoch.
 
-    For each MoE block, by its name in `analysis.observe`:
-
-    - `dispatch_sharpness_BLOCK` and `combine_sharpness_BLOCK` of a soft router, 1 if it
-      does not route.
-    - `dropped_BLOCK`, `imbalance_BLOCK` and `demand_imbalance_BLOCK` of the others.
-
-    For a LIMoE whose tokens choose experts, `usage` is measured, too.
+    For each MoE block, by its name in `analysis.observe`: `dispatch_sharpness_BLOCK` and
+    `combine_sharpness_BLOCK` of a soft router, 1 if it does not route; `dropped_BLOCK`,
+    `imbalance_BLOCK` and `demand_imbalance_BLOCK` of the others. For a LIMoE whose
+    tokens choose experts, `usage` is measured, too.
 
     Args:
         data: as in `analysis.observe`; a few hundred inputs are enough. `None` for the
             text of a LIMoE alone.
         captions: for a LIMoE, `N` str or `(N, sequence_length)` ints.
-        every: int, steps of the optimizer between measurements of the usage. At the end
-            of each epoch if `None`.
+        every: int, steps between measurements of the usage; `None` for each epoch.
         last: int, how many of the last measurements of the usage are averaged.
         batch_size: int, inputs of an array at a time.
         preprocessor: as in `analysis.observe`.
@@ -69,14 +65,8 @@ class RoutingMonitor(keras.callbacks.Callback):
     def usage(self, modality: str | None) -> dict:
         """Return the mean share of a modality's tokens that each expert processes.
 
-        Args:
-            modality: `"image"` or `"text"`.
-
-        Returns:
-            dict from the index of each MoE block to an `(E,)` float64 array.
-
-        Raises:
-            ValueError: if nothing was measured yet, or not this modality.
+        `modality` is `"image"` or `"text"`. Returns a dict from the index of each MoE
+        block to an `(E,)` float64 array.
         """
         blocks = self._shares[0] if self._shares else {}
         measured = next(iter(blocks.values()), {})

@@ -26,7 +26,7 @@ class Concentration(NamedTuple):
         mean: `(N,)` float64 array, entry `n - 1` the mean sum of the `n` largest
             weights, which all together are one.
         counts: `(N, 1000)` int64 array: how often the sum of the `n` largest weights
-            fell into each bin of equal width between 0 and 1 (1 belongs to the last).
+            fell into each bin of equal width between 0 and 1.
     """
 
     mean: np.ndarray
@@ -35,19 +35,14 @@ class Concentration(NamedTuple):
     def bands(self, levels=BANDS):
         """Return the ends of the central parts of the distribution.
 
-        Args:
-            levels: sequence of `L` floats over 0 and at most 1, the shares of the
-                averages that a band holds: half of the others are below, half above.
-
-        Returns:
-            `(L, 2, N)` float64 array, the lower and upper ends of the bands.
-
-        Source: Soft MoE, appendix H (figures 26 and 27).
+        `levels` are `L` floats over 0 and at most 1, the shares of the averages that a
+        band holds: half of the others are below, half above. Returns `(L, 2, N)`, the
+        lower and upper ends. Source: Soft MoE, appendix H (figures 26 and 27).
         """
         levels = np.asarray(levels, "float64")
         if levels.ndim != 1 or np.any((levels <= 0) | (levels > 1)):
             raise ValueError(
-                "`levels` must be shares over 0 and at most 1, such as (0.6, 0.9). "
+                "`levels` must be shares over 0 and at most 1. "
                 f"Received: levels={levels.tolist()}."
             )
         ends = np.stack([1 - levels, 1 + levels], axis=-1).ravel() / 2
@@ -57,18 +52,12 @@ class Concentration(NamedTuple):
     def needed(self, share=0.9, part=0.5):
         """Return the number of weights that hold a share in a part of the averages.
 
-        Args:
-            share: float over 0 and under 1.
-            part: float over 0 and at most 1, 0.5 for the median of the averages.
-
-        Returns:
-            int.
+        `part` is a float over 0 and at most 1, 0.5 for the median of the averages.
         """
         check_numbers(over=0, under=1, share=share)
         if not 0 < part <= 1:
             raise ValueError(
-                "`part` must be a share of the averages, over 0 and at most 1. "
-                f"Received: part={part}."
+                f"`part` must be over 0 and at most 1. Received: part={part}."
             )
         # The last bin ends at one, which all weights together reach.
         first = min(round(share * NUM_BINS), NUM_BINS - 1)
@@ -182,9 +171,6 @@ class SoftStatistics(NamedTuple):
     def tokens_above(self, weight: float) -> float:
         """Return the share of tokens whose total dispatch weight is at least `weight`.
 
-        Args:
-            weight: float over 0. Between two edges of bins the count is interpolated.
-
         Source: Soft MoE, appendix H (figure 24, left).
         """
         check_numbers(over=0, weight=weight)
@@ -194,13 +180,7 @@ class SoftStatistics(NamedTuple):
         return float(np.interp(weight, TOKEN_WEIGHT_EDGES, above)) / self.num_tokens
 
     def tokens_needed(self, share: float = 0.9) -> np.ndarray:
-        """Return the number of tokens that make up a share of each slot, on average.
-
-        Args:
-            share: float over 0 and under 1.
-
-        Returns:
-            `(E, C)` int array.
+        """Return the `(E, C)` numbers of tokens that make up a share of each slot.
 
         Source: Soft MoE, appendix H (figure 24, right).
         """
@@ -224,11 +204,8 @@ class SoftReducer:
     """Reducer to a dict from each block with a soft router to its `SoftStatistics`."""
 
     def __init__(self, routers):
-        self._soft = {
-            name: router
-            for name, router in routers.items()
-            if isinstance(router, SoftRouter)
-        }
+        soft = ((n, r) for n, r in routers.items() if isinstance(r, SoftRouter))
+        self._soft = dict(soft)
         self._sums = {}
 
     def update(self, name, decision, inputs):
@@ -236,10 +213,7 @@ class SoftReducer:
             self._sums.setdefault(name, _Sums()).add(*decision)
 
     def result(self):
-        return {
-            name: sums.statistics(name, self._soft[name])
-            for name, sums in self._sums.items()
-        }
+        return {n: sums.statistics(n, self._soft[n]) for n, sums in self._sums.items()}
 
 
 class _Sums:
