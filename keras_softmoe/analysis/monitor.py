@@ -14,7 +14,7 @@ from keras_softmoe.types import Data, Texts
 class RoutingMonitor(keras.callbacks.Callback):
     """Callback that adds the routing of some data to the logs of each epoch.
 
-    For each MoE block, by its name in `analysis.observe`: `dispatch_sharpness_BLOCK` and
+    For each MoE block by its name in `analysis.observe`: `dispatch_sharpness_BLOCK` and
     `combine_sharpness_BLOCK` of a soft router, 1 if it does not route; `dropped_BLOCK`,
     `imbalance_BLOCK` and `demand_imbalance_BLOCK` of the others. For a LIMoE whose
     tokens choose experts, `usage` is measured, too.
