@@ -17,9 +17,8 @@ from keras_softmoe.models.with_experts.token_shapes import check_sites
 from keras_softmoe.routers import Router
 
 _OTHER_OUTPUTS = (
-    "Until it is trained, its outputs differ from those of the model: the router may "
-    "leave out tokens, mix them, or scale them by gates that do not sum to one. They "
-    "are the same with `capacity_factor=None, normalize_gates=True` of a "
+    "Until it is trained, its outputs differ from those of the model. They are the "
+    "same with `capacity_factor=None, normalize_gates=True` of a "
     '`SoftmaxTokenChoiceRouter`, or with `start="shared"`.'
 )
 
@@ -88,10 +87,8 @@ def add_experts(
     check_choice("start", start, ("copies", "shared"))
     _check_model(model)
     if isinstance(model, keras_hub.models.Task):
-        backbone = add_experts(
-            model.backbone, blocks, router, sites, start, verbose, **moe_settings
-        )
-        return task_with(model, backbone)
+        arguments = blocks, router, sites, start, verbose
+        return task_with(model, add_experts(model.backbone, *arguments, **moe_settings))
     found = mlp_sites.find_sites(model, sites)
     blocks = mlp_sites.check_blocks(blocks, found)
     chosen = [found[block] for block in blocks]
@@ -136,6 +133,6 @@ def _check_model(model):
         )
     if not model.built:
         raise ValueError(
-            "A model that is not built has no layers to replace. Received: a "
-            f"`{type(model).__name__}` with built=False. Call it once on data."
+            "A model must be built: call it once on data. Received: a "
+            f"`{type(model).__name__}` with built=False."
         )

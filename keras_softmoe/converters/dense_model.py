@@ -1,8 +1,4 @@
-"""Dense Vision Transformers of this library from models and files of others.
-
-Files and models are first read as a `Checkpoint` under V-MoE's names (`checkpoints/`,
-`keras_hub_params.py`).
-"""
+"""Dense Vision Transformers of this library from models and files of others."""
 
 import difflib
 import os
@@ -59,7 +55,7 @@ def dense_model(
     - a `.safetensors` file of `timm` or `transformers` (ViT, DeiT, DINOv2, SigLIP).
 
     The outputs are those of the source, with dropout off. `image_preprocessor` converts
-    pixels to the images of the source, which are not in `[-1, 1]` for all of them.
+    pixels to its images.
 
     Args:
         source: a model, str or path, or the result of `read_checkpoint`, under V-MoE's
@@ -78,8 +74,8 @@ def dense_model(
     Raises:
         CheckpointError: (a `ValueError`) if a file is missing, damaged or none of a
             plain Vision Transformer; the message lists the names that do not fit.
-        ValueError: if the source is unknown, cannot be fetched, or is a model with
-            unsupported parts (DINOv3, CLIP, MLPs with gates).
+        ValueError: if the source is unknown, or has unsupported parts (DINOv3, CLIP,
+            MLPs with gates).
 
     Examples:
         >>> vit = ksm.converters.dense_model("vit_tiny_patch4_32_glyphs")
@@ -115,9 +111,6 @@ def image_preprocessor(
     Returns:
         `ViTMoEImageClassifierPreprocessor`: that of the source, or one that maps pixels
         to `[-1, 1]`.
-
-    Raises:
-        ValueError: as `dense_model`.
 
     Examples:
         >>> preprocessor = ksm.converters.image_preprocessor("dinov2_small", (224, 224))
@@ -166,9 +159,8 @@ def _converted(source, image_shape, head, changes):
 def _at_resolution(model, image_shape):
     """Return a copy of a model for images of another shape."""
     backbone = getattr(model, "backbone", model)
-    new = new_backbone = type(backbone).from_config(
-        {**backbone.get_config(), "image_shape": image_shape}
-    )
+    config = {**backbone.get_config(), "image_shape": image_shape}
+    new = new_backbone = type(backbone).from_config(config)
     if backbone is not model:
         new = type(model).from_config({**model.get_config(), "backbone": new})
     for variable, old in zip(new.weights, model.weights, strict=True):
@@ -212,8 +204,8 @@ def find_file(source):
     if path.is_file():
         raise ValueError(
             f"Unsupported file format: '{source}'. Accepted: "
-            f"{' and '.join(checkpoints.ONE_FILE_SUFFIXES)}. Pickled files (.bin, .pt, "
-            ".pth) can execute code: save them as safetensors first."
+            f"{' and '.join(checkpoints.ONE_FILE_SUFFIXES)}, since pickled files can "
+            "execute code."
         )
     if not path.is_dir() or _registered_name(source):
         return None
@@ -252,9 +244,9 @@ def from_keras_hub(source):
             return keras_hub.models.Backbone.from_preset(name)
     except Exception as error:
         raise ValueError(
-            f"KerasHub could not load {name!r}. Without a network, pass a folder to "
-            "which `keras_hub.models.Backbone.from_preset(...).save_to_preset(FOLDER)` "
-            f"has saved it elsewhere. Reason: {type(error).__name__}: {error}"
+            f"KerasHub could not load {name!r}; a folder from "
+            "`keras_hub.models.Backbone.from_preset(...).save_to_preset(FOLDER)` needs "
+            f"no network. Reason: {type(error).__name__}: {error}"
         ) from error
 
 
@@ -284,9 +276,8 @@ def _settings_beside(path):
     about = checkpoints.read_text_beside(path, checkpoints.PREPROCESSOR_FILE)
     mean, std = about.get("image_mean"), about.get("image_std")
     if mean is None:
-        about = checkpoints.read_text_beside(path, checkpoints.CONFIG_FILE).get(
-            "pretrained_cfg"
-        )
+        about = checkpoints.read_text_beside(path, checkpoints.CONFIG_FILE)
+        about = about.get("pretrained_cfg")
         about = about if isinstance(about, dict) else {}
         mean, std = about.get("mean"), about.get("std")
     if mean is None:
@@ -313,9 +304,8 @@ def _is_own_preset(source):
 
 def _registered_name(directory):
     """Return the registered name in a preset's `config.json`, or `""`."""
-    about = checkpoints.read_text_beside(
-        str(Path(directory, checkpoints.CONFIG_FILE)), checkpoints.CONFIG_FILE
-    )
+    name = checkpoints.CONFIG_FILE
+    about = checkpoints.read_text_beside(str(Path(directory, name)), name)
     return str(about.get("registered_name") or "")
 
 
@@ -336,8 +326,7 @@ def _downloaded(source):
             return folder
     except Exception as error:
         raise ValueError(
-            f"{source!r} could not be fetched. Without a network, pass a folder with "
-            f"{_WEIGHTS} and the .json files of the repository. Reason: "
-            f"{type(error).__name__}: {error}"
+            f"{source!r} could not be fetched; a folder with {_WEIGHTS} and the .json "
+            f"files needs no network. Reason: {type(error).__name__}: {error}"
         ) from error
     return source

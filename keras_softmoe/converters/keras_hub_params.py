@@ -1,8 +1,4 @@
-"""Parameters of KerasHub's Vision Transformers under V-MoE's names.
-
-Like files of other libraries they are read by tables of rules, from the end of a
-variable's path to V-MoE's name.
-"""
+"""Parameters of KerasHub's Vision Transformers under V-MoE's names, by rules."""
 
 import re
 from collections import Counter
@@ -38,19 +34,14 @@ def _norm(theirs, ours):
 
 
 def _same(theirs, ours):
-    return tuple(
-        (_ANY + f"{theirs}/{part}", f"{ours}/{part}", same)
-        for part in ("kernel", "bias")
-    )
+    parts = ("kernel", "bias")
+    return tuple((_ANY + f"{theirs}/{x}", f"{ours}/{x}", same) for x in parts)
 
 
 def _attention(theirs, ours):
-    rules = [
-        rule
-        for part in ("query", "key", "value")
-        for rule in _same(f"{theirs}/{part}", f"{ours}/{part}")
-    ]
-    return (*rules, *_same(f"{theirs}/attention_output", f"{ours}/out"))
+    parts = [("attention_output", "out"), *((x, x) for x in ("query", "key", "value"))]
+    rules = (_same(f"{theirs}/{x}", f"{ours}/{y}") for x, y in parts)
+    return tuple(rule for pair_of_rules in rules for rule in pair_of_rules)
 
 
 def _block(theirs, first_norm, second_norm, attention, mlp):
@@ -158,10 +149,8 @@ def read_keras_hub(model):
     def renumber(match):
         return f"encoderblock_{int(match[1]) - first_block}"
 
-    arrays = {
-        re.sub(r"encoderblock_(\d+)", renumber, name): array
-        for name, array in arrays.items()
-    }
+    blocks = r"encoderblock_(\d+)"
+    arrays = {re.sub(blocks, renumber, name): x for name, x in arrays.items()}
     image_shape = _image_shape(backbone)
     patches = count_patches(image_shape, pair(backbone.patch_size))
     covered = sum(name in arrays for name in ("cls", "distillation_token"))
@@ -220,11 +209,9 @@ def _image_shape(backbone):
 
 def _epsilon(model, backbone):
     """Return the epsilon of most normalizations; others may differ if all are small."""
-    epsilons = Counter(
-        layer.epsilon
-        for layer in flatten_layers(backbone)
-        if isinstance(layer, keras.layers.LayerNormalization)
-    )
+    norms = keras.layers.LayerNormalization
+    layers = flatten_layers(backbone)
+    epsilons = Counter(layer.epsilon for layer in layers if isinstance(layer, norms))
     if len(epsilons) > 1 and max(epsilons) > _SMALL_EPSILON:
         _refuse(model, f"normalizations of different epsilon, {sorted(epsilons)}")
     return float(epsilons.most_common(1)[0][0])

@@ -66,8 +66,7 @@ def upcycle(
         A model of the same class.
 
     Raises:
-        ValueError: if `dense` has experts already, the router does not fit, or images
-            are missing, too few or not needed.
+        ValueError: if `dense` has experts already, or an argument does not fit.
 
     Source: Komatsuzaki et al. 2023 (Sparse Upcycling), section 3; clusters: Chu et al.
     2026 (arXiv 2604.13508), abstract; `split`: He et al. 2024 (arXiv 2410.07524).
@@ -111,16 +110,14 @@ def upcycle(
             first = np.arange(router.num_experts) // split * split
             router.kernel.assign(ops.convert_to_numpy(router.kernel)[:, first])
     if start in _FROM_IMAGES:
-        tokens_of = upcycling_starts.tokens_for_mlps(
-            backbone, mixture.moe_layers, images
-        )
+        layers = mixture.moe_layers
+        tokens_of = upcycling_starts.tokens_for_mlps(backbone, layers, images)
         for layer, tokens in tokens_of.items():
             moe, mlp = mixture.blocks[layer].moe, backbone.blocks[layer].mlp
+            rng = np.random.default_rng((seed, layer))
             if start == "clusters":
-                rng = np.random.default_rng((seed, layer))
-                upcycling_starts.start_from_clusters(
-                    moe, mlp, tokens, energy, confidence, rng
-                )
+                found = moe, mlp, tokens, energy, confidence, rng
+                upcycling_starts.start_from_clusters(*found)
             else:
                 upcycling_starts.start_from_positions(moe, tokens, confidence)
     if noise_std:
@@ -145,10 +142,7 @@ def _check(backbone, router, start, images, noise_std, energy, confidence, seed)
         )
     checks.check_numbers(over=0, energy=energy)
     if energy > 1:
-        raise ValueError(
-            "`energy` is the share that is kept, 1 for all of it. Received: "
-            f"energy={energy!r}."
-        )
+        raise ValueError(f"`energy` must be at most 1. Received: energy={energy!r}.")
     for template in router if isinstance(router, list | tuple) else [router]:
         upcycling_starts.check_start(start, template, images, confidence)
 
@@ -179,9 +173,8 @@ def _check_split(split, mlp_dim, router, start):
         if start == "copies" and (not has_kernel or template.mixes_tokens):
             raise ValueError(
                 "The parts of an MLP belong together, so tokens have to choose them "
-                f"together. Received: split={split} with a "
-                f"`{type(template).__name__}`, which compares no tokens with experts. "
-                'Use token or expert choice, or `start="shared"`.'
+                f"together, by token or expert choice. Received: split={split} with a "
+                f"`{type(template).__name__}`."
             )
 
 

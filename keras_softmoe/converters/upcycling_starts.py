@@ -1,7 +1,4 @@
-"""Initial routers and experts from the tokens of a dense model.
-
-The statistics are plain NumPy: they run once, before training.
-"""
+"""Initial routers and experts from the tokens of a dense model, in plain NumPy."""
 
 import keras
 import numpy as np
@@ -39,8 +36,7 @@ def check_start(start, router, images, confidence):
     ):
         raise ValueError(
             'start="positions" gives each position of an image a slot of its own, and '
-            "needs a `SoftRouter` with soft dispatch and combine. Received: a "
-            f"{kind}."
+            f"needs a `SoftRouter` with soft dispatch and combine. Received: a {kind}."
         )
     check_numbers(over=1 / router.num_directions, under=1, confidence=confidence)
 
@@ -61,15 +57,10 @@ def prepare_images(dense, backbone, images):
     images = ops.convert_to_numpy(images)
     check_images(images, backbone.image_shape)
     check_finite_images(images)
-    if not len(images):
+    if not len(images) or (preprocessor is None and images.dtype.kind in "iu"):
         raise ValueError(
-            "There must be images to start from, some hundred. Received: no image."
-        )
-    if preprocessor is None and images.dtype.kind in "iu":
-        raise ValueError(
-            "Images of a backbone must be floats in [-1, 1]. Received: images of dtype "
-            f"{images.dtype}. Scale them (`images / 127.5 - 1`), or upcycle a "
-            "classifier, which has a preprocessor."
+            "There must be images to start from, for a backbone floats in [-1, 1]. "
+            f"Received: {len(images)} images of dtype {images.dtype}."
         )
     return images
 
@@ -154,16 +145,8 @@ def spherical_kmeans(tokens, num_clusters, rng):
     """Cluster directions: each token belongs to the centroid of largest cosine.
 
     The first centroids are tokens, drawn as in k-means++; the centroid of an empty
-    cluster is replaced by the token with the smallest cosine to its own.
-
-    Args:
-        tokens: `(N, D)` float array.
-        num_clusters: int, at most `N`.
-        rng: `numpy.random.Generator`.
-
-    Returns:
-        `(num_clusters, D)` centroids of length one, and the `(N,)` int array of the
-        clusters of the tokens.
+    cluster is replaced by the token with the smallest cosine to its own. Returns
+    `(num_clusters, D)` centroids of length 1, and the clusters of the `(N, D)` tokens.
 
     Source: Dhillon and Modha 2001 (spherical k-means); Arthur and Vassilvitskii 2007
     (k-means++).

@@ -49,8 +49,7 @@ def from_tfds(
 
     Raises:
         ImportError: if TensorFlow Datasets is missing (the extra `datasets`).
-        ValueError: if a number is out of range, a split is unknown, or the data set
-            has no (image, label) pairs.
+        ValueError: if a split is unknown, or there are no (image, label) pairs.
 
     Examples:
         >>> train, test = ksm.datasets.from_tfds("cifar10", ["train", "test"], 32, 128)
@@ -81,14 +80,9 @@ def from_tfds(
     for part in parts:
         _check_split(name, part, builder.info.splits)
 
-    resize = keras.layers.Resizing(
-        image_size,
-        image_size,
-        crop_to_aspect_ratio=crop_to_aspect_ratio,
-        antialias=True,
-        data_format="channels_last",
-        dtype="float32",
-    )
+    style = {"crop_to_aspect_ratio": crop_to_aspect_ratio, "antialias": True}
+    style |= {"data_format": "channels_last", "dtype": "float32"}
+    resize = keras.layers.Resizing(image_size, image_size, **style)
     image_key, _ = builder.info.supervised_keys
     channels = builder.info.features[image_key].shape[-1]
 
@@ -98,11 +92,9 @@ def from_tfds(
         return tf.saturate_cast(image, tf.uint8), tf.cast(label, tf.int32)
 
     def load(part):
+        config = tfds.ReadConfig(shuffle_seed=seed)
         dataset = builder.as_dataset(
-            split=part,
-            as_supervised=True,
-            shuffle_files=shuffle,
-            read_config=tfds.ReadConfig(shuffle_seed=seed),
+            split=part, as_supervised=True, shuffle_files=shuffle, read_config=config
         )
         if shuffle:
             dataset = dataset.shuffle(shuffle_buffer, seed=seed)
