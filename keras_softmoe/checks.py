@@ -96,12 +96,9 @@ def check_numbers(least=None, over=None, under=None, **arguments):
     bounds = [("at least", least), ("over", over), ("under", under)]
     wanted = " and ".join(f"{word} {n:g}" for word, n in bounds if n is not None)
     for name, value in arguments.items():
-        if (
-            not is_number(value)
-            or (least is not None and value < least)
-            or (over is not None and value <= over)
-            or value >= under
-        ):
+        inside = is_number(value) and value < under
+        inside = inside and (least is None or value >= least)
+        if not inside or (over is not None and value <= over):
             raise ValueError(
                 f"`{name}` must be a finite number {wanted}. "
                 + received(**{name: value})
@@ -198,18 +195,17 @@ def patch_grid(image_shape, patch_size):
     """Return the `(rows, columns)` of patches, which must cover the image exactly."""
     patch_size = pair(patch_size)
     height, width, _ = image_shape = checked_image_shape(image_shape)
+    sizes = received(image_shape=image_shape, patch_size=patch_size)
     if height % patch_size[0] or width % patch_size[1]:
         raise ValueError(
             "The patches must cover the image exactly: the patch size has to divide "
-            "height and width. "
-            + received(image_shape=image_shape, patch_size=patch_size)
+            f"height and width. {sizes}"
         )
     rows, columns = height // patch_size[0], width // patch_size[1]
     if rows * columns > LARGEST["num_patches"]:
         raise ValueError(
             f"An image must have at most {LARGEST['num_patches']:,} patches, since "
-            f"attention compares each with each, not {rows} x {columns}. "
-            + received(image_shape=image_shape, patch_size=patch_size)
+            f"attention compares each with each, not {rows} x {columns}. {sizes}"
         )
     return rows, columns
 

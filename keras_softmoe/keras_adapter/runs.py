@@ -88,6 +88,7 @@ def _trace_once(model, step):
             model.optimizer.build(model.trainable_variables)
         # Other batches than `tf.data` have no specification: two traces are correct,
         # too.
+        # Other batches than `tf.data` have no specification: two traces are correct.
         if hasattr(iterator, "element_spec") and not has_metrics(model):
             batch = keras.tree.map_structure(
                 lambda spec: keras.KerasTensor(spec.shape, spec.dtype.name),
@@ -95,9 +96,8 @@ def _trace_once(model, step):
             )
             x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)
             with contextlib.suppress(RuntimeError, TypeError, ValueError):
-                compute_output_spec(
-                    model.compute_metrics, x, y, model.output, sample_weight=weight
-                )
+                update = functools.partial(model.compute_metrics, sample_weight=weight)
+                compute_output_spec(update, x, y, model.output)
         return run(iterator)
 
     setattr(model, name, prepare_and_run)
@@ -117,13 +117,10 @@ def map_predictions(model, function):
     def mapped(*arguments):
         if keras.backend.backend() == "torch":
             # One batch after the other: Keras joins those of a step.
-            outputs = [
-                keras.tree.map_structure(function, predict([batch]))
-                for batch in arguments[0]
-            ]
-            return keras.tree.map_structure(
-                lambda *x: keras.ops.concatenate(x), *outputs
-            )
+            parts = [predict([batch]) for batch in arguments[0]]
+            parts = [keras.tree.map_structure(function, part) for part in parts]
+            join = keras.ops.concatenate
+            return keras.tree.map_structure(lambda *x: join(x), *parts)
         outputs, state = predict(*arguments)
         return keras.tree.map_structure(function, outputs), state
 

@@ -1,10 +1,12 @@
-"""Parts of built models: finding, replacing and tracing them."""
+"""Parts of built models: finding, naming, replacing and tracing them."""
 
 import contextlib
+import re
 
 import keras
 from keras.src.backend import compute_output_spec
 from keras.src.models.functional import Functional
+from keras.src.utils.naming import to_snake_case
 
 from keras_softmoe.keras_adapter.layers import flatten_layers
 
@@ -81,7 +83,7 @@ def replace_sublayer(parent, old, new):
     if not found:
         raise ValueError(
             f"The layer {parent.path!r} must have an attribute with the part that is "
-            f"to be replaced. Received: {old.path!r}. Name a layer around it."
+            f"to be replaced. Received: {old.path!r}."
         )
 
 
@@ -146,3 +148,47 @@ def call_symbolically(model, inputs, around=None, start=None, parts=None):
             return (model.call if is_layer else model)(inputs, **known)
 
         return compute_output_spec(call, inputs)
+
+
+# === Names of weights ===
+
+
+def named_weights(layer):
+    """Yield `(path, weight)` of a layer, each weight once, in the order of `weights`.
+
+    Automatic names such as `dense_7` have a counter of the process, which starts anew
+    here, so that all instances have the same names.
+    Would be replaced by: names of Keras that are unique in a model.
+    """
+    seen, taken = set(), set()
+
+    def unique(prefix, name, kind):
+        if _is_counted(name, kind):
+            name = name.rpartition("_")[0]
+        name = new = prefix + name.replace(".", "_")
+        count = 0
+        while new in taken:
+            count += 1
+            new = f"{name}_{count}"
+        taken.add(new)
+        return new
+
+    def below(part, prefix):
+        for weight in part._trainable_variables + part._non_trainable_variables:
+            if id(weight) not in seen:
+                seen.add(id(weight))
+                yield unique(prefix, weight.name, keras.Variable), weight
+        for child in part._layers:
+            if id(child) not in seen:
+                seen.add(id(child))
+                yield from below(child, f"{unique(prefix, child.name, type(child))}/")
+
+    return below(layer, "")
+
+
+def _is_counted(name, kind):
+    """Return whether a name is an automatic one with a counter."""
+    if not name[-1:].isdigit():
+        return False
+    stem = r"\w+" if issubclass(kind, keras.Model) else to_snake_case(kind.__name__)
+    return bool(re.fullmatch(rf"{stem}_\d+", name))

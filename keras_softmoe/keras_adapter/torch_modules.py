@@ -8,7 +8,7 @@ import torch
 from keras.src.backend.common import global_state
 from keras.src.backend.torch.layer import TorchLayer
 
-from keras_softmoe.keras_adapter.names import named_weights
+from keras_softmoe.keras_adapter.surgery import named_weights
 
 
 class Weights(torch.nn.Module):
@@ -51,8 +51,7 @@ class Weights(torch.nn.Module):
         if not (layer.built or getattr(type(layer).build, "_is_default", False)):
             warnings.warn(
                 f"The layer {layer.name!r} has no weights before it is built: an "
-                "optimizer that is given its parameters now will not train them. Call "
-                "it once, or `layer.build(shape)`, before the optimizer is made.",
+                "optimizer that is given its parameters now will not train them.",
                 stacklevel=2,
             )
         return super().named_modules(*args, **kwargs)
@@ -73,10 +72,9 @@ class Weights(torch.nn.Module):
                 mixed = f" or 'mixed_{name}'" if name.endswith("float16") else ""
                 raise ValueError(
                     "A Keras layer computes in the dtype of its policy, which `.to`, "
-                    "`.half` and `.double` do not change. Received: "
-                    f"{dtype} for the layer {self.layer.name!r} of "
-                    f"dtype={policy.name!r}. Create the layer with "
-                    f"`dtype={name!r}`{mixed}; `.to(device)` moves it."
+                    f"`.half` and `.double` do not change: create it with "
+                    f"`dtype={name!r}`{mixed}. Received: {dtype} for the layer "
+                    f"{self.layer.name!r} of dtype={policy.name!r}."
                 )
 
         def moved(x):

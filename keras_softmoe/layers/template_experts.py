@@ -31,10 +31,8 @@ class TemplateExperts(layers.Layer):
     Args:
         num_experts: int, number `E` of experts.
         expert: `keras.layers.Layer`, the template, which is neither changed nor a part
-            of this layer. If it is not built, it is cloned from its configuration, and
-            each expert gets initial weights of its own. If it is built, each expert
-            begins with a copy of its weights. It keeps its dtype policy. Files hold its
-            configuration.
+            of this layer. If it is not built, each expert is cloned from its
+            configuration; if it is built, each begins with a copy of its weights.
         equal_experts: bool, whether all experts start with the same weights.
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
@@ -46,10 +44,8 @@ class TemplateExperts(layers.Layer):
     several axes, `(G, E, C, H, W, D)`, are given as `(N, H, W, D)`.
 
     Raises:
-        ValueError: if the template is not a layer, has several inputs or outputs,
-            changes the shape of its input, adds losses, has weights that change without
-            being trained, LoRA factors or a quantized dtype; or if the slots have
-            another number of experts.
+        ValueError: if the template is not a layer, or not a function of one slot with
+            trained weights alone.
     """
 
     def __init__(
@@ -189,13 +185,12 @@ class TemplateExperts(layers.Layer):
             return reshape(y, ops.shape(operands[0]))
 
         def all_experts(x):
-            if states:
-                y = some_experts(x, *values)
-            else:
-                y = chunked_map(
-                    some_experts, [x, *values], constraints.is_distributed()
-                )
+            y = some_experts(x, *values) if states else in_chunks(x)
             return ops.cast(y, x.dtype)
+
+        def in_chunks(x):
+            distributed = constraints.is_distributed()
+            return chunked_map(some_experts, [x, *values], distributed)
 
         # One vector per slot for `by_expert`: (G, E, C, H * W * D)
         _, num_experts, capacity, *axes = slots.shape
@@ -216,18 +211,16 @@ class TemplateExperts(layers.Layer):
 
     def enable_lora(self, *args, **kwargs):
         raise ValueError(
-            f"Experts of any layer take no factors of LoRA. Received: enable_lora on "
-            f"{self.path!r}, experts of a `{type(self.expert).__name__}`. Use "
-            "`layers.MoE(router, mlp_dim=...)`, whose experts do."
+            "Experts of any layer take no factors of LoRA. Received: enable_lora on "
+            f"{self.path!r}, experts of a `{type(self.expert).__name__}`."
         )
 
     def check_quantization(self, mode, config=None):
         """Raise the error of `quantize`: it is not supported."""
         raise NotQuantizedError(
-            f"Experts of any layer are not quantized. Received: mode={mode!r} for "
-            f"{self.path!r}, experts of a `{type(self.expert).__name__}`. Leave them "
-            "out (`quantize(..., filters=lambda layer: 'experts' not in "
-            "str(layer.path))`), or use `layers.MoE(router, mlp_dim=...)`."
+            "Experts of any layer are not quantized: leave them out by `filters`. "
+            f"Received: mode={mode!r} for {self.path!r}, experts of a "
+            f"`{type(self.expert).__name__}`."
         )
 
     def quantize(self, mode=None, type_check=True, config=None):
@@ -260,8 +253,7 @@ def _check_has_values(layer):
     if not tf.executing_eagerly():
         raise ValueError(
             "On TensorFlow, experts of any layer are built before the first step of "
-            f"`fit`. Received: {layer.path!r}, built in one. Call the model on a batch "
-            "before, or begin it with `keras.Input`."
+            f"`fit`: call the model on a batch. Received: {layer.path!r}, built in one."
         )
 
 

@@ -1,8 +1,7 @@
 """Reading and writing variables that are sharded over devices and processes.
 
-A file holds whole variables. Where no process has all shards of a variable, all
-processes together gather one variable after the other for the process that writes. A
-process reads only the shards of its devices.
+A file holds whole variables: all processes together gather one after the other for the
+process that writes. A process reads only the shards of its devices.
 """
 
 import contextlib
@@ -132,9 +131,7 @@ def save_in_one_process(save, target):
     if failure is not None:
         raise failure
     if failed:
-        raise RuntimeError(
-            f"Process {failed[0]} could not write the files, see its error."
-        )
+        raise RuntimeError(f"Process {failed[0]} could not write, see its error.")
 
 
 def load_shards(model, filepath, layers, load):

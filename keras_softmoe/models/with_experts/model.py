@@ -10,7 +10,7 @@ import keras_hub
 from keras_softmoe.architecture import revive_router
 from keras_softmoe.keras_adapter.surgery import renew_parameters
 from keras_softmoe.models import configuration
-from keras_softmoe.models.adaptation import enable_lora, quantize
+from keras_softmoe.models.adaptation import EXPERT_LAYERS, enable_lora, quantize
 from keras_softmoe.models.mutable_routing import MutableRouting, recompile_on_change
 from keras_softmoe.models.with_experts import copies, replacement
 from keras_softmoe.models.with_experts.mlp_sites import (
@@ -137,12 +137,7 @@ class ModelWithExperts(
 
     def default_lora_layer_names(self):
         """Return names of layers for `enable_lora`: KerasHub's and those of experts."""
-        return [
-            *super().default_lora_layer_names(),
-            "intermediate_dense",
-            "gate_dense",
-            "output_dense",
-        ]
+        return [*super().default_lora_layer_names(), *EXPERT_LAYERS]
 
     def get_config(self):
         policy = self.dtype_policy
