@@ -69,11 +69,9 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
     def compile(self, optimizer="auto", loss="auto", metrics="auto", **kwargs):
         """Configure training.
 
-        `optimizer` `"auto"` is `AdamW` at 3e-4. `loss` is `"softmax"` (as CLIP and
-        LIMoE), `"sigmoid"` (as SigLIP) or `"auto"`: sigmoid if the backbone has a
-        `logit_bias`. `metrics` `"auto"` is the share of pairs that are the most similar
-        in their batch, `image_to_text_accuracy` and `text_to_image_accuracy`; or
-        `None`.
+        `loss` is `"softmax"` (as CLIP and LIMoE), `"sigmoid"` (as SigLIP) or `"auto"`:
+        sigmoid if the backbone has a `logit_bias`. `metrics` `"auto"` is the share of
+        pairs that are the most similar in their batch, in both directions.
         """
         if optimizer == "auto":
             optimizer = keras.optimizers.AdamW(3e-4)
@@ -117,9 +115,8 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
 
     def logits(self, outputs):
         """Return scaled similarities `(B, B)` of the images and captions of a batch."""
-        similarity = ops.matmul(
-            outputs["image_embedding"], ops.transpose(outputs["text_embedding"])
-        )
+        texts = ops.transpose(outputs["text_embedding"])
+        similarity = ops.matmul(outputs["image_embedding"], texts)
         logits = ops.expand_dims(outputs["logit_scale"], -1) * similarity
         if "logit_bias" in outputs:
             logits = logits + ops.expand_dims(outputs["logit_bias"], -1)
@@ -171,21 +168,9 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
                 f"Received: {len(images)} images, {len(token_ids)} captions."
             )
         if batch_size is not None:
-            check_whole_numbers(1, batch_size=batch_size)
-        batch_size = min(batch_size or 32, len(images))
-        if batch_size < 2:
-            raise ValueError(
-                "The pairs of a batch are compared and must be two or more in all. "
-                f"Received: batch_size={batch_size}."
-            )
-        return data.prepare(
-            self,
-            images,
-            token_ids,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            drop_remainder=True,
-        )
+            check_whole_numbers(2, batch_size=batch_size)
+        how = {"batch_size": min(batch_size or 32, len(images)), "shuffle": shuffle}
+        return data.prepare(self, images, token_ids, drop_remainder=True, **how)
 
     def checked_class_weight(self, class_weight):
         """Raise if there are weights of classes, which pairs do not have."""
@@ -219,15 +204,13 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
             x = {"images": x, "token_ids": y}
         elif not isinstance(x, dict):
             raise ValueError(
-                "Without a preprocessor data must be pairs of images and token ids, or "
-                f"dicts of 'images' and 'token_ids'. Received: {type(x).__name__}."
+                "Without a preprocessor data must be pairs of images and token ids. "
+                f"Received: {type(x).__name__}."
             )
         if sample_weight is not None:
             raise no_weights("sample_weight", sample_weight)
-        x = {
-            **x,
-            "images": data.repeat_grey(x["images"], self.backbone.image_shape[-1]),
-        }
+        images = data.repeat_grey(x["images"], self.backbone.image_shape[-1])
+        x = {**x, "images": images}
         arguments.check_pairs(self.backbone, x["images"], x["token_ids"])
         return (x,)
 
@@ -258,8 +241,7 @@ class LIMoEContrastive(ContrastiveTask):
         `"logit_scale"` `(B,)` and, if there is one, `"logit_bias"` `(B,)`.
 
     Raises:
-        ValueError: if texts of the preprocessor and the backbone differ in length.
-
+        ValueError: if the preprocessor does not fit the backbone.
     Source: LIMoE, section 2.
 
     Examples:

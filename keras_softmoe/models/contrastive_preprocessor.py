@@ -61,9 +61,8 @@ class ContrastivePreprocessor(keras_hub.models.Preprocessor):
         super().__init__(**kwargs)
         if getattr(tokenizer, "sequence_length", None):
             raise ValueError(
-                "The tokenizer must be made without a length: the preprocessor pads "
-                "captions. Received: a tokenizer with sequence_length="
-                f"{tokenizer.sequence_length}."
+                "The preprocessor pads captions, and the tokenizer has no length. "
+                f"Received: sequence_length={tokenizer.sequence_length} of it."
             )
         check_whole_numbers(1, sequence_length=sequence_length)
         self.tokenizer = tokenizer
@@ -92,19 +91,16 @@ class ContrastivePreprocessor(keras_hub.models.Preprocessor):
             return self._tokenize_symbolic(captions)
         captions = checked_captions(captions)
         token_ids = np.zeros((len(captions), self.sequence_length), "int32")
-        for row, caption, ids in zip(
-            token_ids, captions, self.tokenizer(captions), strict=True
-        ):
+        found = zip(token_ids, captions, self.tokenizer(captions), strict=True)
+        for row, caption, ids in found:
             ids = np.asarray(ids)
             if not len(ids):
-                raise ValueError(
-                    f"A caption must not be empty. Received: caption={caption!r}."
-                )
+                raise ValueError(f"A caption must not be empty. Received: {caption!r}.")
             if len(ids) > self.sequence_length and not self.truncate:
                 raise ValueError(
                     f"A caption has more tokens, {len(ids)}, than sequence_length="
-                    f"{self.sequence_length}. Received: caption={caption!r}. Shorten "
-                    "it, or set `truncate=True` in the preprocessor."
+                    f"{self.sequence_length}, and is not cut (`truncate=True`). "
+                    f"Received: caption={caption!r}."
                 )
             row[: len(ids)] = ids[: self.sequence_length]
         return token_ids
@@ -128,21 +124,17 @@ class ContrastivePreprocessor(keras_hub.models.Preprocessor):
         if not self.truncate:
             message = (
                 f"A caption has more than sequence_length={self.sequence_length} "
-                "tokens. Shorten it, or set `truncate=True` in the preprocessor."
+                "tokens, and is not cut (`truncate=True`)."
             )
             longest = tf.cast(self.sequence_length, lengths.dtype)
-            checks.append(
-                tf.debugging.assert_less_equal(lengths, longest, message=message)
-            )
+            is_short = tf.debugging.assert_less_equal
+            checks.append(is_short(lengths, longest, message=message))
         with tf.control_dependencies(checks):
             return tokens.to_tensor(shape=(None, self.sequence_length))
 
     def get_config(self):
-        return {
-            **super().get_config(),
-            "sequence_length": self.sequence_length,
-            "truncate": self.truncate,
-        }
+        names = ("sequence_length", "truncate")
+        return {**super().get_config(), **{n: getattr(self, n) for n in names}}
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -163,9 +155,8 @@ class LIMoEPreprocessor(ContrastivePreprocessor):
         backbone.
 
     Raises:
-        ValueError: if a caption is empty, or longer than the sequence and not to be
-            cut, or is not a string. (In a `tf.data` pipeline it is TensorFlow's
-            `InvalidArgumentError`.)
+        ValueError: if a caption is empty, too long or not a string. (In a `tf.data`
+            pipeline it is TensorFlow's `InvalidArgumentError`.)
 
     Source: LIMoE, appendix A (16 tokens; images in `[-1, 1]`).
 
