@@ -241,9 +241,6 @@ def figure_method(part):
             figure: str, a name in the table of figures.
             **options: the options of the figure, see the table.
 
-        Returns:
-            `matplotlib.figure.Figure`.
-
         Raises:
             ValueError: if the figure is unknown, or needs other statistics.
         """

@@ -64,9 +64,6 @@ class Routing(NamedTuple):
                 the first of them for a figure of one block.
             **options: the options of the figure, see the table of figures.
 
-        Returns:
-            `matplotlib.figure.Figure`.
-
         Raises:
             ValueError: if the figure does not apply, or a block is missing.
         """
@@ -145,9 +142,6 @@ def analyze(
         preprocessor: callable applied to each batch. By default a task's own; without
             one, images in `[-1, 1]` and token ids are expected.
         verbose: 0 for silence, 1 for a progress bar, 2 for one line.
-
-    Returns:
-        `Routing`.
 
     Raises:
         ValueError: if the model is dense or not built, or the data or an argument do

@@ -86,12 +86,6 @@ def names(
             for architectures. `None` for both.
         image_size: int, height and width of the images in pixels.
 
-    Returns:
-        list of str.
-
-    Raises:
-        ValueError: if an argument is not among the accepted values.
-
     Examples:
         >>> "vit_base_patch16_224" in ksm.presets.names()
         True
@@ -120,9 +114,6 @@ def describe(name: str) -> Preset:
 
     Args:
         name: str, one of `names()`.
-
-    Returns:
-        `Preset`.
 
     Raises:
         ValueError: if the name is unknown (the message offers the nearest ones).

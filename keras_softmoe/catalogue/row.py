@@ -120,9 +120,6 @@ def moe_blocks(num_layers: int, every: int = 1, last: int | None = None) -> tupl
     Returns:
         tuple of ints for `moe_layers`, ascending.
 
-    Raises:
-        ValueError: if a number is out of range.
-
     Source: V-MoE, section 3.1 and appendix E.1 (blocks 21 and 23 of 24); Soft MoE,
     sections 2.1 and 3.4. Numbered as in V-MoE's released code.
 

@@ -125,9 +125,6 @@ def layout_map(
         layouts: optional dict from a regular expression for whole paths to a tuple of
             axes of the mesh: rules that are added, or replace those with the same key.
 
-    Returns:
-        `keras.distribution.LayoutMap`.
-
     Raises:
         ValueError: if a rule has another form, or axes that the mesh does not have.
 

@@ -151,9 +151,6 @@ def plan(
         **changes: arguments of the backbone to change and settings of its routers, as
             in `from_preset`, for example `dtype="mixed_bfloat16"`.
 
-    Returns:
-        `Plan`.
-
     Raises:
         ValueError: if the model cannot be counted, or the batch is not a whole number
             of groups on each device.

@@ -111,9 +111,6 @@ def data_parallel(
         devices: sequence of str. Defaults to `keras.distribution.list_devices()`.
         auto_shard_dataset: see `expert_parallel`.
 
-    Returns:
-        `keras.distribution.DataParallel`.
-
     Raises:
         NotImplementedError: if the installed Keras cannot do it on this backend.
 

@@ -48,9 +48,6 @@ def retrieval(
         ks: distinct positive ints.
         chunk_size: int, rows and columns of a block.
 
-    Returns:
-        `Retrieval`.
-
     Raises:
         ValueError: if the embeddings are not two matrices of equal width with finite
             numbers and two images or more, or captions and images do not match.
@@ -236,9 +233,6 @@ def zero_shot(
         labels: `(N,)` ints in `[0, C)`, indices of the right names, or `None`.
         batch_size: int, images per forward pass.
         verbose: 1 for the progress of encoding the images, or 0.
-
-    Returns:
-        `ZeroShot`.
 
     Raises:
         ValueError: if names, templates or labels cannot be used, or the model does not

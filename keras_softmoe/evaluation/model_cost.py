@@ -54,9 +54,6 @@ def cost(
         **changes: arguments of the backbone to change and settings of its routers, as
             in `from_preset`.
 
-    Returns:
-        `Cost`.
-
     Raises:
         ValueError: if the preset is unknown or damaged, or the model cannot be counted.
 

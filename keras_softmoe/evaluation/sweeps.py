@@ -82,9 +82,6 @@ class Sweep:
             baselines: dict from names to scores (a number, or one per seed), or to
                 functions of `x`, drawn as dashed lines beside `self.baselines`.
 
-        Returns:
-            `matplotlib.figure.Figure`.
-
         Raises:
             ValueError: if there are no rows, a row lacks `x`, `y` or `by`, or rows
                 agree in `x` and `by` or differ in further settings.

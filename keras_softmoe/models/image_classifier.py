@@ -51,9 +51,6 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
     Returns, when called on `(B, height, width, channels)` images in `[-1, 1]`:
         `(B, num_classes)` logits (or activations).
 
-    Raises:
-        ValueError: if an argument is not among the accepted values.
-
     Source: V-MoE, section 2.1. The head starts from zeros, as in its released code.
 
     Examples:

@@ -174,9 +174,6 @@ def recipe(name: str, **changes) -> Recipe:
         **changes: settings of `Recipe`. Those of `"finetuning"` and `"vtab"` lack
             `num_classes`.
 
-    Returns:
-        `Recipe`.
-
     Raises:
         ValueError: if the recipe is unknown, or a setting is out of range.
         TypeError: if a setting is unknown.
