@@ -22,7 +22,10 @@ Names that the examples of this module use:
 from keras_softmoe.analysis.blocks import BlockStatistics as BlockStatistics
 from keras_softmoe.analysis.maps import RoutingMaps as RoutingMaps
 from keras_softmoe.analysis.modalities import ModalityStatistics as ModalityStatistics
-from keras_softmoe.analysis.monitor import RoutingMonitor as RoutingMonitor
-from keras_softmoe.analysis.routing import Routing as Routing, analyze as analyze
+from keras_softmoe.analysis.routing import (
+    Routing as Routing,
+    RoutingMonitor as RoutingMonitor,
+    analyze as analyze,
+)
 from keras_softmoe.analysis.soft import SoftStatistics as SoftStatistics
 from keras_softmoe.analysis.streaming import Reducer as Reducer, observe as observe

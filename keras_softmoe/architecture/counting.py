@@ -8,8 +8,7 @@ from typing import NamedTuple
 import keras
 
 from keras_softmoe.keras_adapter.layers import flatten_layers, without_values
-from keras_softmoe.keras_adapter.products import counted_products
-from keras_softmoe.keras_adapter.surgery import call_symbolically
+from keras_softmoe.keras_adapter.surgery import call_symbolically, counted_products
 from keras_softmoe.layers import MLP, Experts
 from keras_softmoe.layers.attention import Attention
 from keras_softmoe.layers.template import Templates

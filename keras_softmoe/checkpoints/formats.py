@@ -10,8 +10,7 @@ from pathlib import Path
 from keras_softmoe.checkpoints.checkpoint import Checkpoint, CheckpointError
 from keras_softmoe.checkpoints.downloads import local_copy
 from keras_softmoe.checkpoints.npz import read_vit_checkpoint
-from keras_softmoe.checkpoints.safetensors import read_safetensors
-from keras_softmoe.checkpoints.torch_names import read_torch_names
+from keras_softmoe.checkpoints.safetensors import read_safetensors, read_torch_names
 from keras_softmoe.checkpoints.vmoe import read_sharded
 
 CONFIG_FILE = "config.json"

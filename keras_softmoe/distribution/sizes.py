@@ -10,7 +10,7 @@ from keras_softmoe.architecture import LIMoE, TextTower, TwoTowers, ViT
 from keras_softmoe.architecture.counting import count, itemsize
 from keras_softmoe.distribution.layouts import DENSE_RULES
 from keras_softmoe.evaluation import cost
-from keras_softmoe.evaluation.architectures import described
+from keras_softmoe.evaluation.model_cost import described
 from keras_softmoe.routers import IdentityRouter
 
 _FLOAT32 = 4

@@ -1,8 +1,9 @@
-"""Runs of a model: `fit`, `evaluate` and `predict`."""
+"""Runs of a model, `fit`, `evaluate` and `predict`, and its optimizer."""
 
 import contextlib
 import contextvars
 import functools
+from types import SimpleNamespace
 
 import keras
 from keras.src.backend import compute_output_spec
@@ -278,3 +279,61 @@ def before_compiling_distillers(check):
         return compile_(self, *args, **kwargs)
 
     keras.distillation.Distiller.compile = checked
+
+
+# === Optimizers ===
+
+
+class OwnAverages:
+    """Mixin for an optimizer that calls `update_averages` after every step.
+
+    Would be replaced by: a public `Optimizer.update_averages`.
+    """
+
+    def _update_model_variables_moving_average(self, trainable_variables):
+        self.update_averages(trainable_variables)
+
+
+def averages_of(optimizer):
+    """Return the averages of an optimizer with `use_ema=True`, variables or `None`.
+
+    Would be replaced by: a public `Optimizer.averages`.
+    """
+    return optimizer._model_variables_moving_average
+
+
+def variables_of(optimizer):
+    """Return the list of variables that an optimizer was built for.
+
+    Would be replaced by: a public `Optimizer.trainable_variables`.
+    """
+    return optimizer._trainable_variables
+
+
+def index_of(optimizer, variable):
+    """Return the index of a variable among those that an optimizer was built for.
+
+    Would be replaced by: a public `Optimizer.get_variable_index`.
+    """
+    return optimizer._get_variable_index(variable)
+
+
+def num_gradients(optimizer):
+    """Return the number of gradients applied to an optimizer, an int tensor.
+
+    `Optimizer.iterations` counts accumulated gradients as one. Would be replaced by: a
+    public counterpart of it.
+    """
+    return optimizer._iterations + 0
+
+
+class MuonByShape:
+    """Mixin, in front of `keras.optimizers.Muon`, for shapes other than the variables'.
+
+    `shape_of(variable)` returns the shape by which Muon or AdamW is chosen.
+    Would be replaced by: a public method of `Muon` that chooses.
+    """
+
+    def _should_use_adamw(self, variable):
+        like = SimpleNamespace(path=variable.path, shape=self.shape_of(variable))
+        return super()._should_use_adamw(like)

@@ -9,8 +9,11 @@ import numpy as np
 
 from keras_softmoe.architecture import moe_layers_of
 from keras_softmoe.checks import is_whole_number, quote
-from keras_softmoe.keras_adapter.optimizers import variables_of
-from keras_softmoe.keras_adapter.runs import map_predictions, wrap_compilation
+from keras_softmoe.keras_adapter.runs import (
+    map_predictions,
+    variables_of,
+    wrap_compilation,
+)
 from keras_softmoe.routers.recording import is_recording
 from keras_softmoe.sharding.constraints import check_model
 from keras_softmoe.sharding.variables import gather_rows, is_sharded, num_processes

@@ -7,7 +7,7 @@ import keras
 from keras import ops
 
 from keras_softmoe.checks import received
-from keras_softmoe.keras_adapter import optimizers as adapter
+from keras_softmoe.keras_adapter import runs as adapter
 from keras_softmoe.sharding.constraints import layout_of
 
 

@@ -11,7 +11,7 @@ import keras
 from keras import ops
 
 from keras_softmoe.checks import check_choice, check_numbers
-from keras_softmoe.keras_adapter.optimizers import MuonByShape, index_of
+from keras_softmoe.keras_adapter.runs import MuonByShape, index_of
 from keras_softmoe.ops.numbers import smallest
 from keras_softmoe.training.optimizer_base import ByVariable, weight_of_all
 
