@@ -1,7 +1,8 @@
 """Uses of private Keras do what their docstrings say.
 
 `keras_adapter/layers.py`, `keras_adapter/runs.py`, `keras_adapter/data.py`,
-`keras_adapter/distributions.py` and `keras_adapter/exports.py`; what the library makes of them is tested where it does.
+`keras_adapter/distributions.py` and `keras_adapter/exports.py`; what the library makes
+of them is tested where it does.
 """
 
 import keras
