@@ -59,8 +59,7 @@ class BlockStatistics(NamedTuple):
         dropped: float, the share of tokens that no expert takes.
         chooses: bool, `False` for routers that mix tokens and for `IdentityRouter`.
         demand: `(E,)` float64 array, tokens that prefer each expert, whether it has
-            room for them or not: by the `K` largest scores of a token that chooses, by
-            the largest where experts choose. `None` for routers without such scores.
+            room for them or not, by their scores. `None` for routers without.
         experts_per_image: `(N,)` int array, experts that take any token of each image.
         weight_by_position: `(T, E)` float64 array, mean weight of each expert's output
             at each place in the sequence (class token first, if there is one).
@@ -68,8 +67,7 @@ class BlockStatistics(NamedTuple):
             class, NaN for a class without images. `None` without labels.
         choice_histogram: `(K, 50)` int array: how often the largest, second largest,
             ... weight of a token's experts fell into each bin of equal width between 0
-            and 1, dropped choices included. `K` is the number of choices (at most 2
-            where experts choose or mix).
+            and 1. `K` is the number of choices (2 where experts choose or mix).
         information: `ExpertInformation`.
         patch_grid: pair of ints, rows and columns of the patches of an image.
 

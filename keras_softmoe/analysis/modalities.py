@@ -66,13 +66,10 @@ class ModalityStatistics(NamedTuple):
         words: `WordStatistics`, `None` without a tagger.
 
     Examples:
-        >>> def tagger(words):
-        ...     return ["article" if word == "a" else "other" for word in words]
-        >>> block = ksm.analysis.analyze(
-        ...     limoe, scenes, captions=captions, tagger=tagger
-        ... ).modalities[3]
-        >>> block.dropped, block.experts_needed(0.9), block.words.tags
-        >>> figure = block.plot("words")
+        >>> routing = ksm.analysis.analyze(limoe, scenes, captions=captions)
+        >>> block = routing.modalities[3]
+        >>> block.dropped, block.experts_needed(0.9)
+        >>> figure = block.plot("modality_load")
     """
 
     block: int | str

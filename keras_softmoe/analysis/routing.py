@@ -133,13 +133,12 @@ def analyze(
         labels: optional `(N,)` int array, classes of the images, counted from 0.
         captions: for a LIMoE, `N` str or `(N, sequence_length)` ints, or `None` for
             images alone.
-        tagger: for a LIMoE, callable from a list of words to a list of their tags. With
-            NLTK, after downloading its data:
-            `lambda words: [tag for _, tag in nltk.pos_tag(words, tagset="universal")]`.
+        tagger: for a LIMoE, callable from a list of words to a list of their tags, such
+            as `lambda words: [tag for _, tag in nltk.pos_tag(words)]`.
         num_pictures: int, how many of the first images or pairs (at most one batch) are
             kept with their routing, and shown patch by patch.
-        capacity_factors: sequence of floats. The kept images are routed again at each
-            of these capacities, to show the discarded patches.
+        capacity_factors: sequence of floats, of capacities at which the kept images are
+            routed again, to show the discarded patches.
         batch_size: int, inputs of an array at a time, of pairs whole groups.
         preprocessor: callable applied to each batch. By default a task's own; without
             one, images in `[-1, 1]` and token ids are expected.
@@ -267,18 +266,15 @@ class RoutingMonitor(keras.callbacks.Callback):
         preprocessor: as in `analysis.observe`.
 
     Raises:
-        ValueError: if `every` or `last` is under one; at the beginning of the training,
-            if the model has no routers or the data do not fit it.
+        ValueError: if the model has no routers or an argument does not fit it.
 
-    Source: Soft MoE, appendix E (figures 13 and 14); LIMoE, appendix E.4 (there on the
-    batches of the training, with noise).
+    Source: Soft MoE, appendix E (figures 13 and 14); LIMoE, appendix E.4.
 
     Examples:
         >>> monitor = ksm.analysis.RoutingMonitor(scenes, captions, every=1)
         >>> limoe.fit(scenes, captions, epochs=1, callbacks=[monitor])
-        >>> pruned = ksm.models.prune_experts(
-        ...     limoe, monitor.usage("text"), num_experts=4
-        ... )
+        >>> used = monitor.usage("text")
+        >>> pruned = ksm.models.prune_experts(limoe, used, num_experts=4)
     """
 
     def __init__(

@@ -75,17 +75,14 @@ class SoftStatistics(NamedTuple):
         num_groups: int.
         num_tokens: int, tokens in all groups together.
         token_weight_counts: `(bins,)` int64 array: how often a token's dispatch weight,
-            summed over all slots, fell between two `token_weight_edges`. Its mean is
-            `E * C / S`.
+            summed over all slots, fell between two `token_weight_edges`.
         slot_contribution: `(E, C)` float64 array, the mean combine weight of each slot.
-            Its sum is one.
         slot_curves: `(E, C, S)` float64 array, entry `n - 1` the sum of the `n` largest
             dispatch weights of a slot, averaged over groups.
         dispatch: `Concentration` of the dispatch weights of all slots in all groups.
         combine: `Concentration` of the combine weights of all tokens.
         slot_directions: `(E * C, D)` float32 array, the parameters of the slots, scaled
-            to length 1, slot `c` of expert `e` at `e * C + c`. `None` for a block that
-            mixes uniformly.
+            to length 1, or `None` for a block that mixes uniformly.
 
     Examples:
         >>> block = ksm.analysis.analyze(soft, images).soft[3]

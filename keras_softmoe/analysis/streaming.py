@@ -56,16 +56,12 @@ def observe(
 ) -> tuple:
     """Send data through a model once, and show each routing decision to reducers.
 
-    One batch and the decisions about it are held at a time, so memory does not grow
-    with the data.
-
     Args:
         model: any built `keras.Model` with `layers.MoE` or `layers.SoftMoE`. It is
             called as `model(batch, training=False)`; of a task the backbone.
         data: an array of inputs, such as `(N, height, width, channels)` images; a dict
-            of arrays; or an iterable of batches (a `tf.data.Dataset`,
-            `keras.utils.PyDataset`, PyTorch `DataLoader`, generator) of inputs or of
-            tuples that begin with them.
+            of arrays; or an iterable of batches of inputs or of tuples that begin with
+            them (a `tf.data.Dataset`, PyTorch `DataLoader`, generator).
         reducers: sequence of `Reducer`, which share the pass.
         batch_size: int, inputs of an array at a time.
         preprocessor: callable applied to each batch. By default a task's own for

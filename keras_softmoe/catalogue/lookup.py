@@ -147,8 +147,7 @@ def write(name: str, directory: str | os.PathLike) -> str:
         directory: str or path, created if it does not exist. In a preset directory
             files of the same names are replaced; all others are kept.
 
-    Returns:
-        str, `directory`.
+    Returns `directory` as a str.
 
     Raises:
         ValueError: if the name is unknown, the preset has a directory already, or the
@@ -156,9 +155,8 @@ def write(name: str, directory: str | os.PathLike) -> str:
 
     Examples:
         >>> ksm.presets.write("vit_base_patch16_224", "my_vit")
-        >>> model = ksm.models.ViTMoEBackbone.from_preset(
-        ...     "my_vit", load_weights=False, num_layers=1
-        ... )
+        >>> options = {"load_weights": False, "num_layers": 1}
+        >>> model = ksm.models.ViTMoEBackbone.from_preset("my_vit", **options)
     """
     path = _directory(name)
     if path is not None:

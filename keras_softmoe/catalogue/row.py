@@ -112,13 +112,8 @@ def moe_blocks(num_layers: int, every: int = 1, last: int | None = None) -> tupl
 
     Args:
         num_layers: int, number of encoder blocks.
-        every: int, distance between mixtures of experts, from 1 (all blocks) to
-            `num_layers`.
-        last: int or `None`, number of those blocks to keep, counted from the end.
-            `None` keeps all.
-
-    Returns:
-        tuple of ints for `moe_layers`, ascending.
+        every: int, distance between mixtures of experts, from 1 to `num_layers`.
+        last: int or `None` (all), number of those blocks to keep, from the end.
 
     Source: V-MoE, section 3.1 and appendix E.1 (blocks 21 and 23 of 24); Soft MoE,
     sections 2.1 and 3.4. Numbered as in V-MoE's released code.

@@ -37,9 +37,9 @@ def to_dense_model(
         verbose: 0 or 1, whether to print the difference in features.
 
     Returns:
-        A dense model: for a model from `add_experts` of the original class, otherwise
-        of the same class. With data it has the attribute `feature_difference`, a float:
-        the norm of the difference in outputs over the norm of the outputs.
+        A dense model of the same class, or of the original one. With data it has the
+        attribute `feature_difference`, a float: the norm of the difference in outputs
+        over the norm of the outputs.
 
     Raises:
         ValueError: if the model has no experts, or some that cannot be averaged.

@@ -62,9 +62,6 @@ def upcycle(
         seed: int, of noise and clusters.
         **moe_settings: other arguments of `layers.MoE`.
 
-    Returns:
-        A model of the same class.
-
     Raises:
         ValueError: if `dense` has experts already, or an argument does not fit.
 

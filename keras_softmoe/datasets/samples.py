@@ -52,9 +52,6 @@ def sample(name: str, num_images: int | None = None) -> Sample:
         name: str, one of the above.
         num_images: int, return the first `num_images` only.
 
-    Raises:
-        ValueError: if there is no such sample, or it has fewer images.
-
     Examples:
         >>> images, labels, class_names, captions = ksm.datasets.sample("glyphs")
         >>> scenes = ksm.datasets.sample("shapes", 20)
@@ -161,8 +158,7 @@ def train_vocabulary(captions: Texts, vocabulary_size: int = 400) -> bytes:
         vocabulary_size: int, number of pieces, special ones included.
 
     Returns:
-        The model as bytes, the `proto` of
-        `keras_hub.tokenizers.SentencePieceTokenizer`.
+        bytes, the `proto` of `keras_hub.tokenizers.SentencePieceTokenizer`.
 
     Raises:
         ValueError: if `captions` are no texts, or do not give `vocabulary_size` pieces.

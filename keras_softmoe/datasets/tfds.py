@@ -30,8 +30,7 @@ def from_tfds(
     Args:
         name: str, name of the data set, e.g. `"cifar10"` or `"oxford_iiit_pet:4.*.*"`.
         split: str, e.g. `"train[:90%]"`, or a list or tuple of them.
-        image_size: int, side of the square images in pixels, resized with
-            anti-aliasing.
+        image_size: int, side of the square images in pixels.
         batch_size: int, images per batch.
         shuffle: bool, shuffle files and images, anew in every epoch.
         seed: optional int, makes the shuffling repeatable.
@@ -42,10 +41,8 @@ def from_tfds(
         download: bool, download and prepare missing data.
 
     Returns:
-        A `tf.data.Dataset` of (images, labels), or a list of them in the order of
-        `split`. Images: uint8 of shape (batch, image_size, image_size, 3) in 0..255;
-        grey images get three equal channels, an alpha channel is dropped. Labels:
-        int32 of shape (batch,).
+        A `tf.data.Dataset` of (images, labels), or a list of them for several splits.
+        Images: uint8 of shape (batch, image_size, image_size, 3). Labels: int32.
 
     Raises:
         ImportError: if TensorFlow Datasets is missing (the extra `datasets`).

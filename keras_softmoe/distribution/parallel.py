@@ -62,13 +62,10 @@ def expert_parallel(
             data. `False` if each process has its own rows, the same number in each.
 
     Returns:
-        `keras.distribution.ModelParallel`, for `keras.distribution.set_distribution` or
-        `with ....scope():`. Under it building raises `PlacementError` for a number of
-        experts that the devices do not divide.
+        A distribution for `keras.distribution.set_distribution` or `with ....scope():`.
 
     Raises:
-        ValueError: if `mesh_shape`, `devices` or a rule are not possible. On PyTorch
-            also if processes have not found each other.
+        ValueError: if `mesh_shape`, `devices` or a rule are not possible.
         NotImplementedError: if the installed Keras does not support it on this backend.
 
     Source: V-MoE, section 2 and appendix B ("expert parallelism"); Soft MoE, appendix
@@ -76,10 +73,9 @@ def expert_parallel(
 
     Examples:
         >>> distribution = ksm.distribution.expert_parallel()
+        >>> name = "soft_moe_tiny_patch4_16e_32_glyphs"
         >>> with distribution.scope():
-        ...     model = ksm.models.ViTMoEBackbone.from_preset(
-        ...         "soft_moe_tiny_patch4_16e_32_glyphs"
-        ...     )
+        ...     model = ksm.models.ViTMoEBackbone.from_preset(name)
         ...     print(ksm.distribution.audit(model))
     """
     _check_backend("Sharding experts over devices", also_torch=True)

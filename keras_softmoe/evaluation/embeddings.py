@@ -55,9 +55,8 @@ def retrieval(
     Source: LIMoE, tables 4 and 7. (The paper does not say how ties count.)
 
     Examples:
-        >>> found = ksm.evaluation.retrieval(
-        ...     limoe.encode_image(scenes), limoe.encode_text(captions)
-        ... )
+        >>> embeddings = limoe.encode_image(scenes), limoe.encode_text(captions)
+        >>> found = ksm.evaluation.retrieval(*embeddings)
         >>> found.image_to_text[1], found.text_to_image[1]
     """
     images = check_embeddings("image_embeddings", image_embeddings)
@@ -220,8 +219,7 @@ def zero_shot(
     """Classify images by the names of the classes.
 
     The embedding of a class is the mean over templates ("a photo of a {}."), at length
-    1. To classify several sets of images, encode the classes once:
-    `model.encode_image(images) @ model.class_embeddings(names, templates).T`.
+    1.
 
     Args:
         model: any object with `encode_image(images, batch_size=..., verbose=...)` and
@@ -241,9 +239,8 @@ def zero_shot(
     Source: LIMoE, appendix D.2, which follows CLIP (arXiv 2103.00020), section 3.1.4.
 
     Examples:
-        >>> found = ksm.evaluation.zero_shot(
-        ...     limoe, scenes, ["red circle", "blue star"], ["a {}", "a small {}"]
-        ... )
+        >>> names, templates = ["red circle", "blue star"], ["a {}", "a small {}"]
+        >>> found = ksm.evaluation.zero_shot(limoe, scenes, names, templates)
         >>> found.predictions.shape
         (8,)
     """

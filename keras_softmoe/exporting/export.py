@@ -59,8 +59,7 @@ def export_model(
 
     Args:
         model: `keras.Model` that is built.
-        filepath: str or path. An existing file is replaced when the new one is
-            complete.
+        filepath: str or path, replaced when the new file is complete.
         format: str, one of:
 
             - `"tf_saved_model"`: a directory; `tf.saved_model.load(filepath).serve(x)`.
@@ -83,9 +82,8 @@ def export_model(
         RuntimeError: if the subprocess that writes the file failed.
 
     Examples:
-        >>> model = ksm.models.ViTMoEImageClassifier.from_preset(
-        ...     "soft_moe_tiny_patch4_16e_32_glyphs"
-        ... )
+        >>> name = "soft_moe_tiny_patch4_16e_32_glyphs"
+        >>> model = ksm.models.ViTMoEImageClassifier.from_preset(name)
         >>> model.export("classifier.onnx", format="onnx", preprocessing=True)
     """
     job = checked_job(model, filepath, format, input_signature, preprocessing, kwargs)

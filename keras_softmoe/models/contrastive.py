@@ -240,8 +240,6 @@ class LIMoEContrastive(ContrastiveTask):
         `"image_embedding"` and `"text_embedding"` `(B, width)`, rows of length one, and
         `"logit_scale"` `(B,)` and, if there is one, `"logit_bias"` `(B,)`.
 
-    Raises:
-        ValueError: if the preprocessor does not fit the backbone.
     Source: LIMoE, section 2.
 
     Examples:

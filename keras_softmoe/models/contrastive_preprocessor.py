@@ -161,9 +161,9 @@ class LIMoEPreprocessor(ContrastivePreprocessor):
     Source: LIMoE, appendix A (16 tokens; images in `[-1, 1]`).
 
     Examples:
-        >>> preprocessor = ksm.models.LIMoEPreprocessor(
-        ...     limoe.preprocessor.tokenizer, ksm.models.ViTMoEImageConverter((32, 32))
-        ... )
+        >>> converter = ksm.models.ViTMoEImageConverter((32, 32))
+        >>> tokenizer = limoe.preprocessor.tokenizer
+        >>> preprocessor = ksm.models.LIMoEPreprocessor(tokenizer, converter)
         >>> x = preprocessor(scenes[:2], ["a red circle", "two blue stars"])
         >>> x["token_ids"].shape
         (2, 16)

@@ -190,12 +190,11 @@ def convert(
             before `.index`, or the one `.npz` file. `None`: download them.
         verbose: 0 or 1, whether to show progress.
 
-    Returns:
-        str, the preset's directory in the cache. An existing one is returned unchanged.
+    Returns the preset's directory in the cache, a str; an existing one is unchanged.
 
     Raises:
-        ValueError: if the preset is not convertible, the checkpoint cannot be fetched
-            (the message gives the steps by hand), or it is damaged or another model's.
+        ValueError: if the preset is not convertible, or the checkpoint damaged or not
+            to be fetched (the message gives the steps by hand).
 
     Examples:
         >>> name = "vmoe_small_patch32_last2_8e_384_imagenet_light"

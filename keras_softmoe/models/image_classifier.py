@@ -55,13 +55,9 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
 
     Examples:
         >>> backbone = ksm.models.ViTMoEBackbone.from_preset(name)
-        >>> classifier = ksm.models.ViTMoEImageClassifier(
-        ...     backbone,
-        ...     num_classes=179,
-        ...     preprocessor=ksm.models.ViTMoEImageClassifierPreprocessor(
-        ...         ksm.models.ViTMoEImageConverter(image_size=(32, 32))
-        ...     ),
-        ... )
+        >>> converter = ksm.models.ViTMoEImageConverter(image_size=(32, 32))
+        >>> preprocessor = ksm.models.ViTMoEImageClassifierPreprocessor(converter)
+        >>> classifier = ksm.models.ViTMoEImageClassifier(backbone, 179, preprocessor)
         >>> classifier.fit(images, labels, epochs=1)
     """
 

@@ -10,10 +10,9 @@ from keras_softmoe.types import DType
 class SigmoidCrossentropy(keras.losses.Loss):
     """Binary cross-entropy of every class, summed over the classes.
 
-    `keras.losses.BinaryCrossentropy` is the *mean* over the classes, which is
-    `num_classes` times smaller: the routers' balancing losses would outweigh it. A head
-    with logits of 0 has the loss `num_classes * log(2)`, so the released code starts
-    the bias of the head at `-log(num_classes)`.
+    `keras.losses.BinaryCrossentropy` is the *mean* over the classes, which the routers'
+    balancing losses would outweigh. The released code starts the bias of the head at
+    `-log(num_classes)`.
 
     Args:
         reduction: see `keras.losses.Loss`.
@@ -136,14 +135,9 @@ class Distiller(keras.distillation.Distiller):
         **kwargs: as there, such as `student_loss_weight`.
 
     Examples:
-        >>> distiller = ksm.training.Distiller(
-        ...     teacher=make_classifier(),
-        ...     student=classifier,
-        ...     distillation_losses=keras.distillation.LogitsDistillation(
-        ...         temperature=2
-        ...     ),
-        ...     student_loss_weight=0.5,
-        ... )
+        >>> losses = keras.distillation.LogitsDistillation(temperature=2)
+        >>> teacher = make_classifier()
+        >>> distiller = ksm.training.Distiller(teacher, classifier, losses)
         >>> loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         >>> distiller.compile("adam", loss)
         >>> history = distiller.fit(images / 127.5 - 1, labels)

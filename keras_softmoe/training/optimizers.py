@@ -227,9 +227,6 @@ class Adafactor(ByVariable, keras.optimizers.Optimizer):
         weight_decay_rules, gradient_scale_rules: see `Adam`.
         **kwargs: see `Adam`.
 
-    Raises:
-        ValueError: if a number is out of range, or as for `Adam`.
-
     Source: LIMoE, appendix A; V-MoE, table 6 and appendix B.3. Both follow Zhai et al.
     2022 (Scaling Vision Transformers), section 3.4. Numbers from the released code.
 

@@ -434,10 +434,6 @@ def recipe(name: str, **changes) -> Recipe:
         **changes: settings of `Recipe`. Those of `"finetuning"` and `"vtab"` lack
             `num_classes`.
 
-    Raises:
-        ValueError: if the recipe is unknown, or a setting is out of range.
-        TypeError: if a setting is unknown.
-
     Examples:
         >>> recipe = ksm.training.recipe("finetuning", num_classes=10, steps=2_500)
         >>> recipe.compile(classifier)  # and `fit`, see `Recipe`
