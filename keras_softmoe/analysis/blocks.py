@@ -134,9 +134,24 @@ class BlockReducer:
 
     def update(self, name, decision, inputs):
         router, valid = self._routers[name], decision.summary["valid"]
-        load, dropped = _load_and_dropped(decision)
+        if isinstance(decision.routing, DenseRouting):
+            # Without padding, (G, S, E).
+            weight = decision.routing.combine.sum(axis=-1) * valid[..., None]
+            load = weight.sum(axis=1, dtype="float64")
+            dropped = valid & ~decision.routing.dispatch.any(axis=(2, 3))
+        else:
+            load, dropped = decision.summary["load"], decision.summary["dropped"]
         load = load.sum(axis=0, dtype="float64")
-        demand = _demand(decision, getattr(router, "num_selected_experts", 1))
+        demand = np.zeros(1)
+        selection = decision.summary.get("selection")
+        if selection is not None:
+            # How many tokens prefer each expert.
+            choices = getattr(router, "num_selected_experts", 1)
+            wanted = np.argsort(-selection, axis=-1, kind="stable")[..., :choices]
+            wanted = wanted[valid].ravel()
+            demand = np.bincount(wanted, minlength=selection.shape[-1]).astype(
+                "float64"
+            )
         values = len(valid), valid.sum(), load, dropped.sum(), demand
         sums = self._loads.get(name, (0, 0, 0, 0, 0))
         self._loads[name] = [x + y for x, y in zip(sums, values, strict=True)]
@@ -267,28 +282,6 @@ def check_labels(num_images, labels):
             "Each image must have one label. Received: "
             f"{num_images} images, {len(labels)} labels."
         )
-
-
-def _load_and_dropped(decision):
-    """Return load `(G, E)` and dropped tokens `(G, S)`, without padding."""
-    routing, summary = decision
-    if not isinstance(routing, DenseRouting):
-        return summary["load"], summary["dropped"]
-    valid = summary["valid"]
-    # (G, S, E)
-    weight = routing.combine.sum(axis=-1)
-    dropped = valid & ~routing.dispatch.any(axis=(2, 3))
-    return (weight * valid[..., None]).sum(axis=1, dtype="float64"), dropped
-
-
-def _demand(decision, choices):
-    """Return how many tokens prefer each expert, `(E,)`; zero if that is unknown."""
-    selection = decision.summary.get("selection")
-    if selection is None:
-        return np.zeros(1)
-    wanted = np.argsort(-selection, axis=-1, kind="stable")[..., :choices]
-    wanted = wanted[decision.summary["valid"]].ravel()
-    return np.bincount(wanted, minlength=selection.shape[-1]).astype("float64")
 
 
 def _information(joint):

@@ -193,9 +193,6 @@ def _main_experts(dispatch, combine):
     return np.where(dropped, -1, weight.argmax(axis=-1))
 
 
-# === Examples of experts ===
-
-
 class PatchReducer:
     """Reducer to a dict from some blocks of a `ViTMoEBackbone` to `ExpertPatches`."""
 
@@ -224,7 +221,15 @@ class PatchReducer:
         def cut(index):
             image, patch = index
             place = np.unravel_index(patch, self._grid)
-            return _with_neighbours(inputs[image], place, self._grid)
+            # The patch and the eight around it, NaN outside.
+            height, width = (
+                image.shape[0] // self._grid[0],
+                image.shape[1] // self._grid[1],
+            )
+            top, left = place[0] * height, place[1] * width
+            around = ((height, height), (width, width), (0, 0))
+            padded = np.pad(image, around, constant_values=np.nan)
+            return padded[top : top + 3 * height, left : left + 3 * width]
 
         for expert, best in enumerate(self._best[name]):
             best.add(weights[..., expert], cut)
@@ -363,12 +368,3 @@ def _patches(images, grid):
     size = height // rows, width // columns
     cut = images.reshape(batch, rows, size[0], columns, size[1], channels)
     return cut.swapaxes(2, 3).reshape(batch, rows * columns, *size, channels)
-
-
-def _with_neighbours(image, place, grid):
-    """Return the patch at a place of the grid and the eight around it, NaN outside."""
-    height, width = image.shape[0] // grid[0], image.shape[1] // grid[1]
-    top, left = place[0] * height, place[1] * width
-    around = ((height, height), (width, width), (0, 0))
-    padded = np.pad(image, around, constant_values=np.nan)
-    return padded[top : top + 3 * height, left : left + 3 * width]

@@ -279,9 +279,6 @@ def _entropy(weights):
     return float(-(share * np.log(share)).sum()) if total > 0 else float("nan")
 
 
-# === Words ===
-
-
 class WordReducer:
     """Reducer of a pass over `Pairs`: from each block to its `WordStatistics`."""
 

@@ -84,7 +84,12 @@ def by_class(blocks, class_names=None, sort=True):
         classes = np.flatnonzero(~np.isnan(weights).any(axis=1))
         experts = np.arange(weights.shape[1])
         if sort:
-            classes, experts = _stairs(weights, classes)
+            # By expert, then by falling excess, so that blocks show.
+            excess = weights[classes] - weights[classes].mean(axis=0)
+            experts = np.argsort(-excess.max(axis=0), kind="stable")
+            excess = excess[:, experts]
+            order = np.lexsort((-excess.max(axis=1), excess.argmax(axis=1)))
+            classes = classes[order]
         top = drawing.end_of_scale(weights[classes], 0.995)
         shown = weights[np.ix_(classes, experts)]
         style = {"aspect": "auto", "interpolation": "nearest"}
@@ -126,19 +131,6 @@ def by_position(blocks, sort=True):
     return figure
 
 
-# === Data ===
-
-
-def _stairs(weights, classes):
-    """Order classes and experts of `weights` `(classes, E)` so that blocks show."""
-    excess = weights[classes] - weights[classes].mean(axis=0)
-    experts = np.argsort(-excess.max(axis=0), kind="stable")
-    excess = excess[:, experts]
-    # By expert, then by falling excess.
-    order = np.lexsort((-excess.max(axis=1), excess.argmax(axis=1)))
-    return classes[order], experts
-
-
 def _mosaic(maps):
     """Put maps `(E, rows, columns)` in one array, NaN between; return corners too."""
     count, rows, columns = maps.shape
@@ -157,9 +149,6 @@ def _mosaic(maps):
         mosaic[row : row + rows, column : column + columns] = values
         corners.append((row, column))
     return mosaic, corners
-
-
-# === Drawing ===
 
 
 def _write_names(axis, names, rotation=0):

@@ -154,8 +154,15 @@ def slot_correlation(blocks):
     for ax, block in panels:
         style = {"cmap": "RdBu_r", "interpolation": "nearest"}
         drawn = ax.imshow(block.slot_cosines, vmin=-1, vmax=1, **style)
-        ax.set_title(f"{ax.get_title()}\n{_mean_cosines(block)}", fontsize=8)
         experts, slots = block.slot_contribution.shape
+        means = {}
+        if slots > 1:
+            means["within experts"] = block.cosine_within_experts
+        if experts > 1:
+            means["between"] = block.cosine_between_experts
+        # Without the sign of a zero.
+        means = [f"{name} {round(x, 2) + 0.0:.2f}" for name, x in means.items()]
+        ax.set_title(f"{ax.get_title()}\n{', '.join(means)}", fontsize=8)
         if 1 < slots and experts <= _MOST_LINES:
             edges = np.arange(1, experts) * slots - 0.5
             style = {"color": "black", "lw": 0.3, "alpha": 0.5}
@@ -177,14 +184,3 @@ def _lines(blocks):
     """Pair blocks with the colours and dashes of their lines."""
     colors = drawing.line_colors([block.block for block in blocks])
     return zip(blocks, colors, cycle(drawing.DASHES))
-
-
-def _mean_cosines(block):
-    experts, slots = block.slot_contribution.shape
-    means = {}
-    if slots > 1:
-        means["within experts"] = block.cosine_within_experts
-    if experts > 1:
-        means["between"] = block.cosine_between_experts
-    # Without the sign of a zero.
-    return ", ".join(f"{name} {round(x, 2) + 0.0:.2f}" for name, x in means.items())

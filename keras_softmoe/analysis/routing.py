@@ -245,9 +245,6 @@ def _add_discarded(maps, backbone, capacity_factors):
         maps[block] = maps[block]._replace(discarded=found)
 
 
-# === Logs of a training ===
-
-
 class RoutingMonitor(keras.callbacks.Callback):
     """Callback that adds the routing of some data to the logs of each epoch.
 

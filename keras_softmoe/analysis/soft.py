@@ -46,7 +46,14 @@ class Concentration(NamedTuple):
                 f"Received: levels={levels.tolist()}."
             )
         ends = np.stack([1 - levels, 1 + levels], axis=-1).ravel() / 2
-        bands = [_quantiles(counts, ends) for counts in self.counts]
+        bands = []
+        for counts in self.counts:
+            above = np.cumsum(counts)
+            # Never the empty bins before the first value.
+            wanted = np.maximum(ends * above[-1], 1e-9)
+            found = np.searchsorted(above, wanted)
+            within = 1 - (above[found] - wanted) / counts[found]
+            bands.append((found + within) / NUM_BINS)
         return np.array(bands).T.reshape(len(levels), 2, -1)
 
     def needed(self, share=0.9, part=0.5):
@@ -194,9 +201,6 @@ class SoftStatistics(NamedTuple):
         return float(self.slot_cosines[pairs].mean(dtype="float64"))
 
 
-# === Running sums ===
-
-
 class SoftReducer:
     """Reducer to a dict from each block with a soft router to its `SoftStatistics`."""
 
@@ -309,13 +313,3 @@ class ConcentrationTotal:
     def concentration(self):
         """Return the `Concentration` of all averages."""
         return Concentration(self.curves.mean(axis=0), self.counts)
-
-
-def _quantiles(counts, parts):
-    """Return quantiles of values that are counted in bins from 0 to 1."""
-    above = np.cumsum(counts)
-    # Never the empty bins before the first value.
-    wanted = np.maximum(parts * above[-1], 1e-9)
-    found = np.searchsorted(above, wanted)
-    within = 1 - (above[found] - wanted) / counts[found]
-    return (found + within) / NUM_BINS

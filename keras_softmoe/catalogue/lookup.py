@@ -169,9 +169,6 @@ def write(name: str, directory: str | os.PathLike) -> str:
     return str(directory)
 
 
-# === For other modules ===
-
-
 @functools.cache
 def rows():
     """Return a dict from name to `Row` of presets without a directory."""

@@ -95,9 +95,6 @@ def template(router, num_experts, **settings):
     return functools.partial(router, num_experts, name="router", **settings)
 
 
-# === Placement of experts ===
-
-
 def moe_blocks(num_layers: int, every: int = 1, last: int | None = None) -> tuple:
     """Return the indices of the blocks with experts, as in the papers.
 

@@ -115,9 +115,6 @@ def _read(path, shape, dtype, start):
         return np.frombuffer(content, dtype).reshape(shape)
 
 
-# === Names in Vision Transformers of `timm` and `transformers` ===
-
-
 _OURS = r"Encoder/encoderblock_\1/"
 _POOLING = "MapHead/MultiHeadDotProductAttention/"
 

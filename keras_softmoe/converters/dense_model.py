@@ -173,9 +173,6 @@ def _at_resolution(model, image_shape):
     return new
 
 
-# === Kinds of sources ===
-
-
 def own_model(source):
     """Return the model of this library that a source is or names, or `None`."""
     if isinstance(source, ViTMoEBackbone | ViTMoEImageClassifier):

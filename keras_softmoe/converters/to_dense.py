@@ -113,9 +113,6 @@ def _mixtures(model, backbone):
     return mixtures
 
 
-# === Load ===
-
-
 def _shares(backbone, mixtures, data, batch_size):
     """Return a dict from blocks to the share of each expert, `(E,)`, which sum to 1."""
     totals = {b: np.zeros(moe.router.num_experts) for b, moe in mixtures.items()}
@@ -165,9 +162,6 @@ def _difference(backbone, dense, data, batch_size):
             x, y = (ops.convert_to_numpy(ops.cast(z, "float32")) for z in (x, y))
             squares += np.square(x - y).sum(), np.square(x).sum()
     return float(np.sqrt(squares[0] / max(squares[1], np.finfo("float32").tiny)))
-
-
-# === Weights ===
 
 
 def _mean(weight, share):

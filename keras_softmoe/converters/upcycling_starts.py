@@ -132,9 +132,6 @@ def _set_router(router, directions, tokens, confidence, rows=slice(None)):
     router.set_directions(scale * directions[rows])
 
 
-# === Statistics ===
-
-
 def unit(vectors):
     """Normalize vectors along the last axis; zeros stay zeros."""
     lengths = np.linalg.norm(vectors, axis=-1, keepdims=True)

@@ -143,9 +143,6 @@ def _training_half(labels, seed):
     return half
 
 
-# === Vocabularies ===
-
-
 def train_vocabulary(captions: Texts, vocabulary_size: int = 400) -> bytes:
     """Train a SentencePiece vocabulary on captions, the same for the same captions.
 

@@ -181,9 +181,6 @@ def _checked(layouts):
     return layouts
 
 
-# === Rules of variables ===
-
-
 class PlacementError(ValueError):
     """Error of variables that are not placed on the devices by their rules.
 

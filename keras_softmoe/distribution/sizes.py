@@ -191,9 +191,6 @@ def _bytes_of_experts(found, router, tokens, slots, compute):
     return total + is_half * _FLOAT32 * tokens * found.hidden_dim
 
 
-# === Optimizers ===
-
-
 def optimizer_copies(optimizer):
     """Return how many copies of the weights an optimizer keeps, and its name."""
     given = optimizer

@@ -162,9 +162,6 @@ def _variable_dtype(dtype):
     return policy.variable_dtype
 
 
-# === Architectures ===
-
-
 _PAIR_TASKS = ("keras_softmoe>LIMoEContrastive", "keras_softmoe>TwoTowerContrastive")
 
 

@@ -212,9 +212,6 @@ def _signature(model, input_signature):
     return keras.tree.map_structure(as_spec, given)
 
 
-# === Another process ===
-
-
 def save_job(model, filepath, job, backend, directory):
     """Save a model and a job for `run_jobs`, and return the path of the job."""
     saved, file = Path(directory, "model.keras"), Path(directory, "job.json")

@@ -145,9 +145,6 @@ def _quiet():
         logger.setLevel(level)
 
 
-# === ONNX ===
-
-
 def _tidy_onnx(filepath):
     """Rewrite an ONNX file in less space, with the axis of the batch called "batch".
 

@@ -54,7 +54,6 @@ def serialized_routers(model):
     return next(iter(found), None) if is_one else found
 
 
-# === Dtypes and quantization ===
 #
 # The entry `quantization` repeats the `dtype` of quantized layers, because
 # `keras_hub.models.Backbone.from_preset` overwrites `dtype`, with `None` by default.
@@ -116,8 +115,6 @@ def own_policy(layer):
     policy = layer.dtype_policy
     return policy[layer.path] if isinstance(policy, _PolicyMap) else policy
 
-
-# === Compilation ===
 
 IN_PRESET = contextvars.ContextVar("configuration_is_for_a_preset", default=False)
 

@@ -173,9 +173,6 @@ def _note_origin(file, origin):
     file.write_text(json.dumps(metadata, indent=4), encoding="utf-8")
 
 
-# === Presets of released checkpoints ===
-
-
 def convert(
     name: str, prefix: str | os.PathLike | None = None, verbose: int = 1
 ) -> str:

@@ -135,9 +135,6 @@ def _compile_if_changed(model, step, make):
     return made
 
 
-# === Checks before each run ===
-
-
 def _check_run(model, step):
     """Check open scopes of `record`, the optimizer and the distribution of a model."""
     if is_recording() and _is_traced(model, step):

@@ -97,9 +97,6 @@ class PairEncoding:
         return self.encode_image(images, batch_size, verbose) @ classes.T
 
 
-# === Names of classes ===
-
-
 def class_embeddings(encode_text, class_names, templates):
     """Compute embeddings of classes with a function of texts, see `PairEncoding`."""
     names, templates = check_names(class_names), _strings("templates", templates)

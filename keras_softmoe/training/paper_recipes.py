@@ -266,9 +266,6 @@ class Recipe:
         return pipeline.labelled_rows(data, self.num_classes)
 
 
-# === The papers ===
-
-
 # Paths of variables, for the rules of weight decay. Attention, MLPs, experts, sparse
 # routers, patches, projections and head have kernels.
 _KERNELS = "kernel$"

@@ -199,9 +199,6 @@ class _Equalization(keras.layers.Equalization):
         return tf.math.bincount(bins, minlength=nbins, maxlength=nbins)
 
 
-# === Data ===
-
-
 def labelled_rows(data, num_classes):
     """Return a data set, and a function that makes its labels dense."""
     import tensorflow as tf

@@ -11,8 +11,6 @@ from keras_softmoe.layers import MoE
 from keras_softmoe.models.configuration import own_policy
 from keras_softmoe.models.with_experts.mlp_sites import is_of_keras_hub
 
-# === Models ===
-
 
 def copy_of(model):
     """Return a new model with the configuration and the weights of a model."""
@@ -76,9 +74,6 @@ def quantize_as(model, quantization):
                 size = policy.block_size
                 config = keras.quantizers.Int4QuantizationConfig(block_size=size)
             layers[index].quantize(policy.quantization_mode, config=config)
-
-
-# === Layers ===
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")

@@ -202,9 +202,6 @@ def _refuse_without_sites(model, rule, layers):
     )
 
 
-# === Checks ===
-
-
 def check_routers(router, blocks):
     """Return a dict from blocks to (templates of) their routers."""
     is_list = isinstance(router, list | tuple)

@@ -212,9 +212,6 @@ def _adopt(backbone, held, layers):
         backbone.num_blocks = len(held.blocks)
 
 
-# === Replacement ===
-
-
 def _put_experts(model, sites, routers, held):
     """Replace MLPs by mixtures of experts.
 
