@@ -1,7 +1,4 @@
-"""Files and directories that appear whole or not at all.
-
-Covers `files/reading.py` and `files/writing.py`.
-"""
+"""Files and directories that appear whole or not at all."""
 
 import errno
 import os

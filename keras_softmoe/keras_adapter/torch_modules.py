@@ -9,15 +9,15 @@ from keras.src.backend.common import global_state
 from keras.src.backend.common.variables import AutocastScope
 from keras.src.backend.torch.layer import TorchLayer
 
-from keras_softmoe.keras_adapter.names import named_weights
+from keras_softmoe.keras_adapter.surgery import named_weights
 
 
 class Weights(torch.nn.Module):
     """The weights of a layer with all its parts, as parameters of a PyTorch module.
 
-    They are looked up whenever PyTorch asks: LoRA, quantization and `build` change
-    them. Their names have no counters, so that a `state_dict` fits other instances.
-    Would be replaced by: Keras registering sublayers as modules, and weights by name.
+    They are looked up whenever PyTorch asks, since LoRA, quantization and `build`
+    change them, and their names have no counters. Would be replaced by: Keras
+    registering sublayers as modules, and weights by name.
     """
 
     def __init__(self, layer):
@@ -52,8 +52,7 @@ class Weights(torch.nn.Module):
         if not (layer.built or getattr(type(layer).build, "_is_default", False)):
             warnings.warn(
                 f"The layer {layer.name!r} has no weights before it is built: an "
-                "optimizer that is given its parameters now will not train them. Call "
-                "it once, or `layer.build(shape)`, before the optimizer is made.",
+                "optimizer that is given its parameters now will not train them.",
                 stacklevel=2,
             )
         return super().named_modules(*args, **kwargs)
@@ -74,10 +73,9 @@ class Weights(torch.nn.Module):
                 mixed = f" or 'mixed_{name}'" if name.endswith("float16") else ""
                 raise ValueError(
                     "A Keras layer computes in the dtype of its policy, which `.to`, "
-                    "`.half` and `.double` do not change. Received: "
-                    f"{dtype} for the layer {self.layer.name!r} of "
-                    f"dtype={policy.name!r}. Create the layer with "
-                    f"`dtype={name!r}`{mixed}; `.to(device)` moves it."
+                    f"`.half` and `.double` do not change: create it with "
+                    f"`dtype={name!r}`{mixed}. Received: {dtype} for the layer "
+                    f"{self.layer.name!r} of dtype={policy.name!r}."
                 )
 
         def moved(x):
@@ -97,9 +95,7 @@ def register(cls):
     """Let layers of a class, and those around them, list their weights as `Weights`.
 
     Keras lists the weights of each layer once, by paths: of two weights of equal paths
-    one is lost, LoRA factors are missing in the lists of the layers around, and each
-    weight is in the lists of all of them.
-    Would be replaced by: as for `Weights`.
+    one is lost, and LoRA factors are missing. Would be replaced by: as for `Weights`.
     """
     track = TorchLayer._track_variables
 

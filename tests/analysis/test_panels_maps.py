@@ -1,6 +1,6 @@
 """Figures over the images show the numbers that they claim to show.
 
-They also test `analysis/panel_parts.py`, which draws the images below them.
+They also test the images of `drawing.py` below them.
 """
 
 import numpy as np

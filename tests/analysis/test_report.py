@@ -6,9 +6,8 @@ import keras
 import numpy as np
 import pytest
 
-from keras_softmoe import layers, routers
+from keras_softmoe import files, layers, routers
 from keras_softmoe.analysis import analyze, report
-from keras_softmoe.files import writing
 from tests.support import made_up, pairs, soft_blocks, tiny
 from tests.support.reading import Reading
 
@@ -100,7 +99,7 @@ def test_an_older_file_is_replaced_when_the_page_is_complete(monkeypatch, tmp_pa
         raise OSError("no space left")
 
     with monkeypatch.context() as patched:
-        patched.setattr(writing.os, "replace", broken)
+        patched.setattr(files.os, "replace", broken)
         with pytest.raises(OSError, match="no space"):
             routing.save(path)
     assert path.read_text() == "before"

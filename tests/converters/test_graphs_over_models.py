@@ -1,6 +1,6 @@
 """Graphs over models with experts, and what such models keep of their dense classes.
 
-Covers `models/with_experts/model.py`, `models/with_experts/replacement.py`.
+Covers `models/with_experts/model.py`.
 """
 
 import subprocess

@@ -11,9 +11,8 @@ import keras_hub
 import numpy as np
 import pytest
 
-from keras_softmoe import models, routers
+from keras_softmoe import files, models, routers
 from keras_softmoe.catalogue import lookup
-from keras_softmoe.files import writing
 from keras_softmoe.ops.position import resample_position_grid
 from tests.support import tiny
 from tests.support.close import assert_near
@@ -271,8 +270,8 @@ def test_fine_tuning_and_saving_over(tmp_path):
 
 def test_all_files_are_written_at_once(tmp_path, monkeypatch):
     """KerasHub saves the parts of a task by their own methods."""
-    found, aside = [], writing._aside
-    monkeypatch.setattr(writing, "_aside", lambda *x: found.append(x) or aside(*x))
+    found, aside = [], files._aside
+    monkeypatch.setattr(files, "_aside", lambda *x: found.append(x) or aside(*x))
     for _ in range(2):
         save(tiny.classifier(), tmp_path)
     assert len(found) == 2
