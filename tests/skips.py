@@ -295,7 +295,14 @@ LONG = {
     "layers/test_one_graph.py": tuple(
         f"test_one_graph_in_training[{router}]"
         for router in (
-            *("bias", "race", "expert choice", "sinkhorn token choice", "identity"),
+            *(
+                "dropless",
+                "bias",
+                "race",
+                "expert choice",
+                "sinkhorn token choice",
+                "identity",
+            ),
             *("sinkhorn expert choice", "sparse transport", "soft", "soft with noise"),
         )
     ),
@@ -350,6 +357,7 @@ LONG = {
         "test_what_dense_models_were_trained_with",
     ),
     "guards/test_faults.py": ("test_a_planted_fault_is_seen",),
+    "guards/test_golden.py": ("test_costs[list]",),
     "examples/test_guides.py": (
         "test_guide[adapting.py]",
         "test_guide[back_to_dense.py]",
@@ -374,9 +382,9 @@ LONG = {
     "test_package.py": ("test_wheel_works_outside_the_checkout",),
     "test_pages.py": (
         "test_no_link_of_the_site_is_dead",
-        "test_search_and_pictures",
         "test_the_site_loads_nothing_from_another_host",
         "test_the_site_shows_every_recorded_figure",
+        "test_what_is_generated_is_of_today",
     ),
     "test_trained.py": (
         "test_retrieval_is_that_of_the_card",

@@ -91,23 +91,6 @@ def test_the_dense_mlp_costs_as_much_as_the_products(layers, name):
     assert dense == pytest.approx(layers.multiply_adds(products), rel=0.02)
 
 
-def test_multiply_adds_of_a_soft_layer(layers):
-    layer = ksm.layers.SoftMoE(32, mlp_dim=7, slots_per_expert=6).moe
-    products = layers.product_shapes(layer, 2, 5, 3)
-    # Per image: logits, dispatch and combine are 5 tokens x 192 slots x 3 each; the
-    # experts multiply 192 slots by 3 x 7 twice.
-    assert layers.multiply_adds(products) == 2 * (3 * 5 * 192 * 3 + 2 * 192 * 3 * 7)
-
-
-@pytest.mark.parametrize("option", [["--rounds", "0"], ["--shapes", "huge"]])
-def test_wrong_options_are_refused(benchmark, capsys, option):
-    with pytest.raises(SystemExit):
-        benchmark("run").main(option)
-    message = capsys.readouterr().err
-    assert option[0] in message
-    assert option[1] in message
-
-
 def test_the_soft_moe_runs_beside_its_twin(benchmark, tiny_models):
     models, shapes = tiny_models
     patience = benchmark("timing").Patience(rounds=1)
@@ -115,27 +98,6 @@ def test_the_soft_moe_runs_beside_its_twin(benchmark, tiny_models):
     assert [row["pass"] for row in rows] == ["forward", "fit", "fit"]
     for row in rows:
         check_times(row, ["soft_moe", "dense_twin"])
-
-
-def test_twins_differ_in_their_experts_alone(tiny_models):
-    models, shapes = tiny_models
-    moe, dense = models.soft_moe(shapes), models.backbone(shapes)
-    assert moe.moe_layers == (1,)
-    differing = {
-        name
-        for name, value in moe.get_config().items()
-        if value != dense.get_config()[name]
-    }
-    assert differing == {"name", "moe_layers", "router", "equal_experts"}
-
-
-def test_our_dense_vit_is_as_large_as_that_of_keras_hub(benchmark, tiny_models):
-    models, shapes = tiny_models
-    images, _ = models.data(shapes)
-    ours = models.dense_vit(shapes)
-    theirs = benchmark("rivals").keras_hub_vit(**shapes.vit)
-    assert ours.count_params() == theirs.count_params()
-    assert ours(images).shape == theirs(images).shape == (8, 5, 8)
 
 
 @pytest.fixture
@@ -206,17 +168,6 @@ def test_steps_beside_their_bounds(benchmark, monkeypatch):
     assert few["weights"] == many["weights"] > few["products"]
     np.testing.assert_allclose(many["products"], 8 * few["products"])
     assert many["activations"] > few["activations"]
-
-
-def test_contests_take_turns(benchmark):
-    timing = benchmark("timing")
-    calls = []
-    steps = {name: (lambda name=name: calls.append(name)) for name in "ab"}
-    first_call, seconds = timing.contest(steps, timing.Patience(rounds=4))
-    # A first call, one to settle, and four rounds.
-    assert calls == ["a", "b"] * 6
-    assert list(first_call) == list(seconds) == ["a", "b"]
-    assert [len(times) for times in seconds.values()] == [4, 4]
 
 
 def test_ratios_are_taken_within_rounds(benchmark):

@@ -13,7 +13,7 @@ import pytest
 from keras import ops
 
 from keras_softmoe import converters, layers, models, routers
-from tests.support import families, tiny
+from tests.support import close, families, tiny
 from tests.support.close import assert_near
 from tests.support.families import FAMILIES, inputs_of
 from tests.support.references import to_numpy
@@ -30,7 +30,7 @@ def outputs(model, x):
 
 def differences(model, other, x):
     pairs = zip(outputs(model, x), outputs(other, x), strict=True)
-    return max(float(np.abs(a - b).max()) for a, b in pairs)
+    return max(close.difference(b, a) for a, b in pairs)
 
 
 def scrambled(model):

@@ -35,10 +35,6 @@ def saved_router(preset):
     return keras.saving.deserialize_keras_object(config["router"])
 
 
-def test_glyph_presets_are_there():
-    assert len(ROUTERS) >= 2
-
-
 @pytest.mark.parametrize("preset", ROUTERS)
 def test_glyph_presets(preset):
     assert settings(ROUTERS[preset]) == settings(saved_router(preset))
