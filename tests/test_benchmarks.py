@@ -8,11 +8,6 @@ import pathlib
 import keras
 import numpy as np
 import pytest
-from keras import ops
-
-import keras_softmoe as ksm
-from tests.skips import needs
-from tests.support.close import assert_near
 
 BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
 
@@ -98,59 +93,6 @@ def test_the_soft_moe_runs_beside_its_twin(benchmark, tiny_models):
     assert [row["pass"] for row in rows] == ["forward", "fit", "fit"]
     for row in rows:
         check_times(row, ["soft_moe", "dense_twin"])
-
-
-@pytest.fixture
-def equal_rival(benchmark):
-    """Callable that gives a PyTorch package's layer and ours the same weights."""
-    rivals = benchmark("rivals")
-
-    def make(package, router):
-        needs(package.replace("-", "_"))
-        theirs = rivals.soft_moe_layers(4, 2, 8, 16)[package].module
-        ours = ksm.layers.MoE(router, 16)
-        ours.build((3, 5, 8))
-        return ours, theirs
-
-    return make
-
-
-def to_numpy(tensor):
-    return tensor.detach().numpy()
-
-
-def test_soft_mixture_of_experts_is_our_layer_without_normalization(equal_rival):
-    router = ksm.routers.SoftRouter(4, slots_per_expert=2, normalize=False)
-    ours, theirs = equal_rival("soft-mixture-of-experts", router)
-    ours.router.mu.assign(to_numpy(theirs.phi))
-    banks = ours.experts.intermediate_dense, ours.experts.output_dense
-    for bank, layer in zip(banks, theirs.experts[::2], strict=True):
-        bank.kernel.assign(to_numpy(layer.weight))
-        bank.bias.assign(to_numpy(layer.bias)[:, None])
-    tokens = ops.convert_to_tensor(
-        np.random.default_rng(0).normal(size=(3, 5, 8)), "float32"
-    )
-    assert_near(to_numpy(ours(tokens)), to_numpy(theirs(tokens)), atol=1e-6)
-
-
-def test_soft_moe_pytorch_is_our_layer_on_normalized_tokens(equal_rival):
-    router = ksm.routers.SoftRouter(4, slots_per_expert=2)
-    ours, theirs = equal_rival("soft-moe-pytorch", router)
-    # (E, C, D) to (D, E, C)
-    ours.router.mu.assign(to_numpy(theirs.slot_embeds).transpose(2, 0, 1))
-    # The norms of tokens and of slot parameters are both the root of the width.
-    ours.router.scale.assign(8.0)
-    banks = ours.experts.intermediate_dense, ours.experts.output_dense
-    for bank, index in zip(banks, (0, 3), strict=True):
-        layers = [expert[index] for expert in theirs.experts.experts]
-        bank.kernel.assign(np.stack([to_numpy(layer.weight).T for layer in layers]))
-        bias = np.stack([to_numpy(layer.bias) for layer in layers])
-        bank.bias.assign(bias[:, None])
-    tokens = np.random.default_rng(0).normal(size=(3, 5, 8))
-    tokens /= np.sqrt(np.mean(tokens**2, axis=-1, keepdims=True))
-    tokens = ops.convert_to_tensor(tokens, "float32")
-    # The exact GELU and its approximation differ by up to 5e-4.
-    assert_near(to_numpy(ours(tokens)), to_numpy(theirs(tokens)), atol=1e-3)
 
 
 def test_steps_beside_their_bounds(benchmark, monkeypatch):
