@@ -6,7 +6,6 @@ import json
 import pathlib
 
 import keras
-import numpy as np
 import pytest
 
 BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
@@ -93,23 +92,6 @@ def test_the_soft_moe_runs_beside_its_twin(benchmark, tiny_models):
     assert [row["pass"] for row in rows] == ["forward", "fit", "fit"]
     for row in rows:
         check_times(row, ["soft_moe", "dense_twin"])
-
-
-def test_steps_beside_their_bounds(benchmark, monkeypatch):
-    module = benchmark("steps")
-    monkeypatch.setattr(module, "DTYPE", "float32")
-    (row,) = module.measure("vit_tiny_patch4_32_glyphs", [2], rounds=1)
-    # A CPU has neither bounds nor a counter of its memory.
-    assert row.keys() == {"images", "ms", "first_call_s", "peak_gb"}
-    assert row["ms"] > 0
-    few, many = (
-        module.bounds(module.PRESET, images, module.DEVICES["H100"])["bounds_ms"]
-        for images in (8, 64)
-    )
-    # The update of all experts takes the same time for any batch, all else grows.
-    assert few["weights"] == many["weights"] > few["products"]
-    np.testing.assert_allclose(many["products"], 8 * few["products"])
-    assert many["activations"] > few["activations"]
 
 
 def test_ratios_are_taken_within_rounds(benchmark):

@@ -17,8 +17,6 @@ from experiments.synthetic import (
 from experiments.synthetic.captions import CaptionedShapes
 from experiments.synthetic.scenes import (
     SHAPE_NAMES,
-    arrange,
-    sample_scenes,
 )
 from tests.support.caption_reader import is_true, read_caption, scene_of
 
@@ -81,22 +79,6 @@ def test_no_training_caption_names_a_held_out_combination():
             named.add(f"{mention['color']} {mention['shape']}")
     assert not named & set(HELD_OUT_COMBINATIONS)
     assert named >= set(SHAPE_COLOR_CLASSES) - set(HELD_OUT_COMBINATIONS)
-
-
-@pytest.mark.parametrize("combinations", ["train", "held_out"])
-def test_things_are_whole_and_apart(combinations):
-    rng = np.random.default_rng(0)
-    things = arrange(sample_scenes(20_000, combinations, rng), rng)
-    there = things.labels >= 0
-    for place in (things.x, things.y):
-        edges = place - things.radius, place + things.radius
-        assert np.all(((edges[0] > 0.015) & (edges[1] < 0.985))[there])
-    # Corners of a triangle are the furthest, at sqrt(0.75 + 0.75 ** 2) radii.
-    reach = 1.146 * things.radius
-    for i, j in ((0, 1), (0, 2), (1, 2)):
-        both = there[:, i] & there[:, j]
-        distance = np.hypot(*(part[:, i] - part[:, j] for part in (things.x, things.y)))
-        assert np.all((distance > reach[:, i] + reach[:, j] + 0.015)[both])
 
 
 def test_scene_depends_on_seed_and_index_only():
