@@ -8,7 +8,7 @@ import pytest
 import keras_softmoe as ksm
 from experiments.letters import __main__ as program, presets
 from experiments.letters.bank import NEW_FONTS, SPLITS, load_bank
-from experiments.letters.models import SMOKE, VIEWS
+from experiments.letters.models import MODELS, SMOKE, STUDY, VIEWS, count
 from experiments.letters.pictures import PLACEMENTS, Letters
 from experiments.letters.trainings import gather, names_of, training
 from experiments.lib.cards import read_metadata
@@ -35,6 +35,21 @@ def test_splits(bank):
     assert bank.new[bank.label[rows[2]]].all()
     for of_split, number in zip(labels, (15, 15, 5), strict=True):
         assert list(np.unique(of_split)) == list(range(number))
+
+
+def test_costs():
+    costs = {name: count(STUDY, model, 2600) for name, model in MODELS.items()}
+    dense = costs["dense"]["training_gflop"]
+    ratios = {name: cost["training_gflop"] / dense for name, cost in costs.items()}
+    assert ratios["random"] == ratios["vmoe"]
+    assert ratios["soft_1"] == ratios["soft_5"] == ratios["soft"]
+    assert ratios["longer"] == pytest.approx(STUDY.longer)
+    sparse = ("vmoe_5", "vmoe", "expert", "position")
+    assert all(1 < ratios[name] < 1.05 for name in sparse)
+    # Each slot is a product with each token, twice.
+    assert 1.05 < ratios["soft"] < 1.07
+    wide = costs["wide"]["parameters"] / costs["vmoe"]["parameters"]
+    assert wide == pytest.approx(1, abs=0.02) and ratios["wide"] > 3
 
 
 @pytest.fixture(scope="module")
