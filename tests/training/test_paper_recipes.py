@@ -13,16 +13,16 @@ from tests.support.close import assert_near
 from tests.support.references import to_numpy
 
 NUM_CLASSES = 10
-STEPS = 12
+STEPS = 30
 # A higher rate than the papers', because there are so few steps; no warmup, so that the
 # first step already decays.
 SHORT = {
     "num_classes": NUM_CLASSES,
     "steps": STEPS,
     "image_size": 8,
-    "batch_size": 16,
+    "batch_size": 32,
     "warmup_steps": 0,
-    "steps_per_epoch": 4,
+    "steps_per_epoch": 10,
 }
 
 
@@ -65,7 +65,7 @@ RECIPES = {
 @pytest.fixture(scope="module")
 def digits():
     images, labels = datasets.digits(8, split="train")
-    return images[:64], labels[:64]
+    return images[:256], labels[:256]
 
 
 def make_classifier():
