@@ -237,7 +237,7 @@ ON_ALL = {
         "test_both_dispatchers",
         "test_layer_is_its_twin_and_padding_has_no_say",
     ),
-    "converters/test_add_experts.py": ("test_family[ViT]",),
+    "converters/test_add_experts.py": ("test_family[ViT]@jax",),
     "models/test_convertible_presets.py": ("test_converted_at_first_use",),
     "models/test_from_preset.py": ("test_fine_tuning_and_saving_over@jax",),
     "models/test_whole_images.py": ("test_layers_of_a_user[convolution]",),
@@ -260,7 +260,7 @@ ON_ALL = {
         "test_layer_is_its_twin",
     ),
     "training/test_distiller.py": (
-        "test_the_balancing_loss_moves_the_router_as_in_fit",
+        "test_the_balancing_loss_moves_the_router_as_in_fit@jax",
     ),
     "training/test_muon.py": (
         "test_an_expert_moves_as_a_matrix_of_its_own[settings0-shape0]",
