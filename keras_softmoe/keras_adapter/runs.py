@@ -284,6 +284,21 @@ def before_compiling_distillers(check):
 # === Optimizers ===
 
 
+class InOnePass:
+    """Mixin for an optimizer that on PyTorch updates variables in one pass.
+
+    `update_together(gradients, variables, learning_rate)` returns pairs of gradient and
+    variable that are left to `update_step`.
+    Would be replaced by: a public `Optimizer.update_steps` of all variables.
+    """
+
+    def _backend_update_step(self, grads, trainable_variables, learning_rate):
+        if keras.backend.backend() == "torch":
+            left = self.update_together(grads, trainable_variables, learning_rate)
+            grads, trainable_variables = zip(*left, strict=True) if left else ((), ())
+        super()._backend_update_step(grads, trainable_variables, learning_rate)
+
+
 class OwnAverages:
     """Mixin for an optimizer that calls `update_averages` after every step.
 

@@ -11,18 +11,19 @@ import keras
 from keras import ops
 
 from keras_softmoe.checks import check_choice, check_numbers
-from keras_softmoe.keras_adapter.runs import MuonByShape, index_of
+from keras_softmoe.keras_adapter.runs import InOnePass, MuonByShape, index_of
 from keras_softmoe.ops.numbers import smallest
 from keras_softmoe.training.optimizer_base import ByVariable, weight_of_all
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
-class Adam(ByVariable, keras.optimizers.Optimizer):
+class Adam(ByVariable, InOnePass, keras.optimizers.Optimizer):
     """Adam with weight decay by variable.
 
     In contrast to `keras.optimizers.Adam`, `epsilon` is added to the root of the
-    bias-corrected second moment (the Adam paper's algorithm 1), and the average of
-    `use_ema=True` is not biased to the first step.
+    bias-corrected second moment (the Adam paper's algorithm 1, as `torch.optim.AdamW`),
+    and the average of `use_ema=True` is not biased to the first step. On PyTorch all
+    weights in float32 are updated in one pass, without copies.
 
     Args:
         learning_rate: float or schedule.
@@ -99,13 +100,6 @@ class Adam(ByVariable, keras.optimizers.Optimizer):
         # In float16 an epsilon of 1e-8 would be zero.
         epsilon = max(self.epsilon, smallest(dtype))
         gradient = ops.cast(gradient, dtype)
-        if keras.backend.backend() == "torch":
-            moments = momentum.value.data, velocity.value.data
-            tensors = [variable.value.data, gradient, *moments]
-            if _can_fuse(tensors):
-                rate = self.decay_rate(variable)
-                self._fused_step(tensors, learning_rate, rate, epsilon)
-                return
         self.decay_variable(variable, learning_rate)
         mean = ops.cast(momentum, dtype)
         mean = mean + (gradient - mean) * (1.0 - self.beta_1)
@@ -119,23 +113,42 @@ class Adam(ByVariable, keras.optimizers.Optimizer):
         step = ops.cast(rate, dtype) * mean / (root + epsilon)
         self.assign_sub(variable, step)
 
-    def _fused_step(self, tensors, learning_rate, decay, epsilon):
-        """Update PyTorch tensors in one pass, with no new arrays of their size."""
+    def update_together(self, gradients, variables, learning_rate):
+        """Update PyTorch tensors in place, in one pass; return pairs that are left.
+
+        Operation by operation, PyTorch writes half a dozen arrays of the size of the
+        experts' kernels into new memory. The compilers of the other backends do not.
+        """
         from torch.optim.adamw import adamw
 
-        adamw(
-            *([x] for x in tensors),
-            max_exp_avg_sqs=[],
-            state_steps=[ops.cast(self.iterations, "float32")],
-            fused=True,
-            amsgrad=False,
-            beta1=self.beta_1,
-            beta2=self.beta_2,
-            lr=ops.convert_to_tensor(learning_rate),
-            weight_decay=decay,
-            eps=epsilon,
-            maximize=False,
-        )
+        # Rate of decay -> rows of variable, gradient, momentum and velocity
+        together, left = {}, []
+        for gradient, variable in zip(gradients, variables, strict=True):
+            index = index_of(self, variable)
+            moments = self.momentums[index], self.velocities[index]
+            value, *moments = (v.value.data for v in (variable, *moments))
+            row = value, gradient, *moments
+            if _can_fuse(row):
+                together.setdefault(self.decay_rate(variable), []).append(row)
+            else:
+                left.append((gradient, variable))
+        for decay, rows in together.items():
+            # On a GPU both are read in float32; each tensor's steps are counted up.
+            steps = ops.cast(self.iterations, "float32").repeat(len(rows))
+            adamw(
+                *map(list, zip(*rows, strict=True)),
+                max_exp_avg_sqs=[],
+                state_steps=list(steps.unbind()),
+                fused=True,
+                amsgrad=False,
+                beta1=self.beta_1,
+                beta2=self.beta_2,
+                lr=ops.cast(learning_rate, "float32"),
+                weight_decay=decay,
+                eps=self.epsilon,
+                maximize=False,
+            )
+        return left
 
 
 def _can_fuse(tensors):

@@ -258,8 +258,10 @@ def test_torch_compile():
     import torch
 
     shapes = (6, 8), (3, 8, 4), (3, 1, 4)
-    arrays = [torch.tensor(normal(shape)).requires_grad_() for shape in shapes]
-    count = torch.tensor([2, 0, 4], dtype=torch.int32)
+    arrays = [
+        keras.ops.convert_to_tensor(normal(shape)).requires_grad_() for shape in shapes
+    ]
+    count = keras.ops.convert_to_tensor([2, 0, 4], "int32")
     # The part of it that reads the program; what follows does not depend on this one.
     compiled = torch.compile(grouped_affine, backend="eager")
     results = []

@@ -21,6 +21,7 @@ from tests.support.references import to_numpy
 
 SPARSE = {"router": tiny.SPARSE}
 TOKENS = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(0))
+TOKENS = keras.ops.convert_to_tensor(TOKENS)
 
 
 class Block(torch.nn.Module):

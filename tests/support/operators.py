@@ -10,7 +10,6 @@ import contextlib
 import sys
 import traceback
 
-import keras
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
