@@ -99,7 +99,7 @@ class Operators(TorchDispatchMode):
 
     Attributes:
         names: `collections.Counter` of their names.
-        copies, waits: lists of the stacks of those that copy to a device or wait for it.
+        copies, waits: lists of stacks, of those that copy to a device or wait.
         places: list of names and the line of the library that calls each.
     """
 
