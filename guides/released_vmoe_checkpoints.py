@@ -21,9 +21,9 @@ classifier = ksm.models.ViTMoEImageClassifier.from_preset(name)
 classifier.predict(photos)
 ```
 
-The first time, the checkpoint is downloaded (through TensorFlow's `tf.io.gfile`, under
-any backend), converted, and kept in the directory of Keras; after that it loads from
-there. Fine-tuning is `from_preset(name, num_classes=10)` and `fit`.
+The first time, the checkpoint is downloaded, converted, and kept in the directory of
+Keras; after that it loads from there. Fine-tuning is `from_preset(name,
+num_classes=10)` and `fit`.
 
 This guide needs no network. It lists the presets, then writes a small checkpoint in the
 same format, and does by hand what `from_preset` does by itself.

@@ -1,15 +1,13 @@
 """Vision mixtures of experts for Keras 3, on TensorFlow, JAX and PyTorch.
 
-`import keras_softmoe as ksm` loads Keras and the modules `ops`, `routers` and `layers`,
-nothing more. The others need KerasHub and TensorFlow, scikit-learn or
-matplotlib, and are imported when first used: `ksm.models` is enough, no second import
-is needed.
+`import keras_softmoe as ksm` loads Keras and the modules `ops`, `routers` and `layers`.
+The others need KerasHub and TensorFlow, scikit-learn or matplotlib, and are imported
+when first used: `ksm.models` is enough.
 
-Keras finds a class by its registered name, so the module of the class has to be
-imported before something saved is loaded. The layers are registered by
-`import keras_softmoe`, the models by `import keras_softmoe.models`: import that first
-if you call `keras_hub.models.ImageClassifier.from_preset` on a preset of ours. Where
-KerasHub was imported before this package, `import keras_softmoe` alone does it.
+Keras finds a class by its registered name, so import `keras_softmoe` before something
+saved is loaded, and `keras_softmoe.models` before you call
+`keras_hub.models.ImageClassifier.from_preset` on a preset of ours. Where KerasHub was
+imported before this package, `import keras_softmoe` alone does it.
 """
 
 import importlib

@@ -52,19 +52,13 @@ def received(**values):
 
 
 def is_whole_number(value, least=1, name=None):
-    """Return whether a value is an integer from `least` to `LARGEST[name]`.
-
-    Integers of NumPy count, bools do not.
-    """
+    """Return whether a value is an integer from `least` to `LARGEST[name]`."""
     is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     return is_integer and least <= value <= LARGEST.get(name, _LARGEST_INTEGER)
 
 
 def check_whole_numbers(least, **arguments):
-    """Raise unless every argument is an integer from `least` to `LARGEST[name]`.
-
-    Integers of NumPy are accepted. Some layers of Keras refuse them: convert them.
-    """
+    """Raise unless every argument is an integer from `least` to `LARGEST[name]`."""
     wanted = "a positive integer" if least == 1 else f"an integer of at least {least}"
     for name, value in arguments.items():
         if not is_whole_number(value, least, name):
@@ -96,22 +90,15 @@ def is_number(value):
 def check_numbers(least=None, over=None, under=None, **arguments):
     """Raise unless every argument is a finite number in a range.
 
-    Args:
-        least: float or `None`, inclusive lower bound.
-        over: float or `None`, exclusive lower bound.
-        under: float or `None`, exclusive upper bound.
-        **arguments: the arguments.
+    `least` is an inclusive lower bound, `over` and `under` are exclusive ones.
     """
     under = _LARGEST_NUMBER if under is None else under
     bounds = [("at least", least), ("over", over), ("under", under)]
     wanted = " and ".join(f"{word} {n:g}" for word, n in bounds if n is not None)
     for name, value in arguments.items():
-        if (
-            not is_number(value)
-            or (least is not None and value < least)
-            or (over is not None and value <= over)
-            or value >= under
-        ):
+        inside = is_number(value) and value < under
+        inside = inside and (least is None or value >= least)
+        if not inside or (over is not None and value <= over):
             raise ValueError(
                 f"`{name}` must be a finite number {wanted}. "
                 + received(**{name: value})
@@ -119,10 +106,7 @@ def check_numbers(least=None, over=None, under=None, **arguments):
 
 
 def first_not_finite(array):
-    """Return the first row of an `(N, ...)` NumPy array with a NaN or infinity, if any.
-
-    It is `None` if all numbers are finite or the dtype has no others.
-    """
+    """Return the first row of a NumPy array with a NaN or infinity, or `None`."""
     # NumPy has no kind for bfloat16.
     if array.dtype.kind not in "fc" and "float" not in array.dtype.name:
         return None
@@ -136,7 +120,7 @@ def first_not_finite(array):
 def check_choice(argument, value, accepted):
     """Raise unless the value of an argument is in `accepted`, a tuple.
 
-    Accepted values are strings, bools or `None`: arrays are refused without comparing.
+    Accepted are strings, bools or `None`: arrays are refused without comparing.
     """
     is_array = hasattr(value, "__array__") and getattr(value, "ndim", 1)
     if is_array or value not in accepted:
@@ -153,10 +137,7 @@ def check_bools(**arguments):
 
 
 def check_names(owner, given, accepted):
-    """Raise a `TypeError` unless all names given to `owner`, a callable, are accepted.
-
-    It is Python's error, but with the nearest accepted names.
-    """
+    """Raise a `TypeError` unless all names given to `owner` are accepted."""
     accepted = list(dict.fromkeys(accepted))
     unknown = [name for name in given if name not in accepted]
     if unknown:
@@ -211,28 +192,27 @@ def checked_image_shape(image_shape):
 
 
 def patch_grid(image_shape, patch_size):
-    """Return the `(rows, columns)` of patches.
-
-    Args:
-        image_shape: `(height, width, channels)`.
-        patch_size: int or `(height, width)`.
-
-    Raises:
-        ValueError: if the patches do not cover the image exactly, or are too many.
-    """
+    """Return the `(rows, columns)` of patches, which must cover the image exactly."""
     patch_size = pair(patch_size)
     height, width, _ = image_shape = checked_image_shape(image_shape)
+    sizes = received(image_shape=image_shape, patch_size=patch_size)
     if height % patch_size[0] or width % patch_size[1]:
         raise ValueError(
             "The patches must cover the image exactly: the patch size has to divide "
-            "height and width. "
-            + received(image_shape=image_shape, patch_size=patch_size)
+            f"height and width. {sizes}"
         )
     rows, columns = height // patch_size[0], width // patch_size[1]
     if rows * columns > LARGEST["num_patches"]:
         raise ValueError(
             f"An image must have at most {LARGEST['num_patches']:,} patches, since "
-            f"attention compares each with each, not {rows} x {columns}. "
-            + received(image_shape=image_shape, patch_size=patch_size)
+            f"attention compares each with each, not {rows} x {columns}. {sizes}"
         )
     return rows, columns
+
+
+def table(rows, left=1):
+    """Return a table of rows of str, whose first `left` columns are aligned left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = [str.ljust] * left + [str.rjust] * (len(widths) - left)
+    lines = (map(lambda f, x, n: f(x, n), aligned, row, widths) for row in rows)
+    return "\n".join("  ".join(line).rstrip() for line in lines)

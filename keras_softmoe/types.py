@@ -1,9 +1,7 @@
 """Names of types that signatures share.
 
-A tensor is one of the backend in use, `jax.Array`, `tf.Tensor` or `torch.Tensor`, a
-symbolic `keras.KerasTensor`, or an array that Keras converts. They have no type in
-common. Nor have the data that `fit` takes: arrays, a `tf.data.Dataset`, a
-`keras.utils.PyDataset`, a `DataLoader` of PyTorch.
+A tensor is one of the backend in use, a symbolic `keras.KerasTensor`, or an array that
+Keras converts. These have no type in common, nor have the data that `fit` takes.
 """
 
 from collections.abc import Sequence

@@ -2,9 +2,9 @@
 
 PyTorch, which compiles nothing, runs most. `RUNS_ON` lists files that are not collected
 on some backends, `ON_ALL` the tests of a file that run on the others too. Of tests with
-several parameters the others run enough to see each value of each parameter, of
-`reference/` nearly all of them. `LONG` lists tests that take many seconds each.
-The option `--all-cases`, as in `make test-all`, selects all of them.
+several parameters JAX and TensorFlow together run enough to see each value of each.
+`LONG` lists tests that take many seconds each, and cases that are like others. The
+option `--all-cases`, as in `make test-all`, selects all of them.
 
 `REASONS` are those for which a test is skipped. A test that is skipped for another
 reason fails (`conftest.py`). Nothing is skipped for want of a file of this repository.
@@ -131,37 +131,38 @@ RUNS_ON = {
 
 # Files of models, and of properties of layers whose numbers other files compare on each
 # backend. The tests listed also run on JAX and TensorFlow, the others on PyTorch alone.
-# A name may have an identifier of parameters: `test_outputs[soft]`. The planted faults
-# of `guards/faults.py` are seen on each backend.
+# A name may have an identifier of parameters: `test_outputs[soft]`. With `@jax` at its
+# end the test does not run on TensorFlow, with `@tensorflow` not on JAX. The planted
+# faults of `guards/faults.py` are seen on each backend.
 ON_ALL = {
     "analysis/test_soft.py": ("test_every_number_of_a_block",),
-    "models/test_balance.py": (
-        "test_fit_warns_once[arrays]",
-        "test_the_look_at_a_batch_changes_nothing",
-        "test_the_metric_is_the_loss_of_the_routers",
-    ),
+    "models/test_balance.py": ("test_the_metric_is_the_loss_of_the_routers",),
     "models/test_fitting.py": (
-        "test_loop_of_jax",
-        "test_loop_of_tensorflow",
-        "test_no_step_after_the_last_batch",
+        "test_loop_of_jax[sparse]",
+        "test_loop_of_tensorflow[sparse]",
+        "test_no_step_after_the_last_batch@jax",
     ),
     "models/test_image_classifier.py": (
         "test_fit_learns",
-        "test_keras_file",
+        "test_keras_file[sparse]",
         "test_mixed_precision",
     ),
     "models/test_mutable_routing.py": ("test_compiled_functions_obey",),
     "models/test_run_checks.py": (
-        "test_a_compiled_run_is_refused_where_decisions_are_recorded",
-        "test_a_model_in_training_predicts_in_no_other_thread_on_jax",
-        "test_other_weights_than_those_of_the_optimizer[freeze]",
+        "test_a_compiled_run_is_refused_where_decisions_are_recorded[fit-True]",
+        "test_a_model_in_training_predicts_in_no_other_thread_on_jax@jax",
+        "test_other_weights_than_those_of_the_optimizer[freeze]@jax",
     ),
     "models/test_trainable.py": ("test_a_frozen_router_adds_no_loss",),
     "models/test_two_towers.py": (
         "test_losses_of_both_towers_are_trained",
-        "test_outputs",
+        "test_outputs[dims1]",
     ),
     "models/test_vit.py": ("test_outputs",),
+    "distribution/test_mesh_plan.py": (
+        "test_activations_are_near_what_xla_keeps",
+        "test_weights_are_those_of_a_model_cut_by_hand[two kinds]@jax",
+    ),
     "distribution/test_backup.py": (
         "test_training_goes_on_as_if_nothing_had_happened[3]",
     ),
@@ -171,8 +172,8 @@ ON_ALL = {
     ),
     "layers/test_attention.py": (
         "test_attention",
-        "test_attention_pooling",
-        "test_dense_encoder_block",
+        "test_attention_pooling@jax",
+        "test_dense_encoder_block@tensorflow",
     ),
     "layers/test_derivatives.py": (
         "test_forward_mode_and_second_order[token choice]",
@@ -180,14 +181,14 @@ ON_ALL = {
         "test_without_capacity",
     ),
     "layers/test_dropless.py": (
-        "test_the_twin[nearly all tokens to one expert]",
+        "test_the_twin[nearly all tokens to one expert]@tensorflow",
         "test_the_twin[odd widths]",
         "test_the_twin[two choices, some tokens masked]",
         "test_where_rows_cannot_be_counted",
     ),
     "layers/test_empty_batch.py": ("test_dispatch_and_combine",),
     "layers/test_every_layer.py": (
-        "test_moe_encoder_block[softmax_token_choice-2]",
+        "test_moe_encoder_block[softmax_token_choice-2]@tensorflow",
         "test_training_step_with_every_router",
     ),
     "layers/test_experts.py": (
@@ -196,18 +197,18 @@ ON_ALL = {
     ),
     "layers/test_lora.py": (
         "test_forward_and_gradients_are_those_of_numpy",
-        "test_lora_of_a_quantized_bank[quantize-int4]",
+        "test_lora_of_a_quantized_bank[quantize-int4]@jax",
     ),
     "layers/test_masks.py": (
-        "test_attention_pooling",
+        "test_attention_pooling@tensorflow",
         "test_encoder_block",
-        "test_like_a_shorter_sequence[batch priority-1-auto]",
+        "test_like_a_shorter_sequence[batch priority-1-auto]@jax",
         "test_like_a_shorter_sequence[dropless-4-einsum]",
-        "test_like_a_shorter_sequence[expert choice-None-gather]",
-        "test_like_a_shorter_sequence[soft-4-auto]",
-        "test_sequence_without_any_token[soft]",
-        "test_sequence_without_any_token[batch priority]",
-        "test_text_tower[gap]",
+        "test_like_a_shorter_sequence[expert choice-None-gather]@tensorflow",
+        "test_like_a_shorter_sequence[soft-4-auto]@jax",
+        "test_sequence_without_any_token[soft]@tensorflow",
+        "test_sequence_without_any_token[batch priority]@jax",
+        "test_text_tower[gap]@tensorflow",
     ),
     "layers/test_shared_and_gated.py": (
         "test_dropless_gradients_are_those_of_slots",
@@ -228,17 +229,17 @@ ON_ALL = {
         "test_tokens_are_rounded_on_their_way[gather]",
     ),
     "layers/test_quantized_experts.py": (
-        "test_experts_with_banks_in_int8_and_int4[which0-False]",
-        "test_int4_rounds_each_block_of_each_expert[7-5-3]",
+        "test_experts_with_banks_in_int8_and_int4[which0-False]@tensorflow",
+        "test_int4_rounds_each_block_of_each_expert[7-5-3]@jax",
     ),
     "layers/test_soft_moe.py": ("test_slots_mix_the_tokens_themselves",),
     "layers/test_limoe_block.py": (
         "test_both_dispatchers",
         "test_layer_is_its_twin_and_padding_has_no_say",
     ),
-    "converters/test_add_experts.py": ("test_family[CLIP]",),
+    "converters/test_add_experts.py": ("test_family[ViT]@jax",),
     "models/test_convertible_presets.py": ("test_converted_at_first_use",),
-    "models/test_from_preset.py": ("test_fine_tuning_and_saving_over",),
+    "models/test_from_preset.py": ("test_fine_tuning_and_saving_over@jax",),
     "models/test_whole_images.py": ("test_layers_of_a_user[convolution]",),
     "routers/test_balanced.py": (
         "test_load_is_even_after_500_steps",
@@ -259,7 +260,7 @@ ON_ALL = {
         "test_layer_is_its_twin",
     ),
     "training/test_distiller.py": (
-        "test_the_balancing_loss_moves_the_router_as_in_fit",
+        "test_the_balancing_loss_moves_the_router_as_in_fit@jax",
     ),
     "training/test_muon.py": (
         "test_an_expert_moves_as_a_matrix_of_its_own[settings0-shape0]",
@@ -285,27 +286,73 @@ _OTHER_FAMILIES = (
     "ViTDet (SAM)",
 )
 
-# Tests of long programs, of parts that shorter tests cover: `make test-all` runs them.
+
+def _cases(function, *cases):
+    """Names of a test with some of its parameters."""
+    return tuple(f"{function}[{case}]" for case in cases)
+
+
+# Tests of long programs, of parts that shorter tests cover, and cases of which shorter
+# ones are like them: `make test-all` runs them. `*` is every test of a file.
 LONG = {
+    "analysis/test_routing.py": _cases(
+        "test_blocks_are_chosen",
+        *("by_class", "by_position", "concentration", "tokens_per_slot"),
+    ),
+    "models/test_adaptation.py": (
+        *_cases("test_a_quantized_backbone_comes_back", "float8", "int8"),
+        *_cases("test_lora_of_a_quantized_model", "int8"),
+    ),
+    # Of a file and its loading: `models/test_from_preset.py`, and for LIMoE
+    # `models/test_contrastive_files.py`.
+    "models/test_backends.py": (
+        "test_same_outputs_on_another_backend",
+        "test_same_outputs_when_loaded",
+    ),
+    "models/test_channels_first.py": _cases(
+        "test_numbers_are_those_of_channels_last", "recipe", "another_resolution"
+    ),
     "models/test_fitting.py": (
         "test_compiled_once_for_a_shape",
         "test_jit_compile",
         "test_one_graph",
     ),
-    "layers/test_one_graph.py": tuple(
-        f"test_one_graph_in_training[{router}]"
-        for router in (
-            *("bias", "race", "expert choice", "sinkhorn token choice", "identity"),
-            *("sinkhorn expert choice", "sparse transport", "soft", "soft with noise"),
-        )
+    "models/test_torch_modules.py": _cases(
+        "test_each_weight_is_a_parameter_once",
+        *("Sequential", "subclass", "two towers", "two towers, file", "two, LoRA"),
+        *("add_experts", "preset"),
     ),
-    "converters/test_add_experts.py": tuple(
-        f"test_family[{family}]" for family in _OTHER_FAMILIES
+    "models/test_trainable.py": _cases(
+        "test_files_keep_what_is_frozen",
+        *("freeze_blocks", "freeze_experts", "freeze_router", "freeze_head"),
     ),
-    "converters/test_graphs_over_models.py": tuple(
-        f"test_graph_is_loaded_equal[{family}]"
-        for family in (*_OTHER_FAMILIES, *("DINOv2", "CLIP", "Swin", "BERT"))
+    "layers/test_one_graph.py": _cases(
+        "test_one_graph_in_training",
+        *("dropless", "bias", "race", "expert choice", "sinkhorn token choice"),
+        *("identity", "sinkhorn expert choice", "sparse transport", "soft"),
+        "soft with noise",
     ),
+    "converters/test_add_experts.py": (
+        *_cases("test_family", *_OTHER_FAMILIES, "DINOv2", "Swin", "BERT"),
+        *_cases("test_a_quantized_model_comes_back", "float8", "int4"),
+        *_cases("test_it_is_said_where_outputs_change", *range(1, 21, 2)),
+        *_cases("test_rule", "predicate", "sequential"),
+    ),
+    "converters/test_dense_model.py": _cases(
+        "test_another_resolution_of_dinov2", "DINOV2Backbone, registers"
+    ),
+    "converters/test_graphs_over_models.py": (
+        "test_segmenter_with_experts",
+        *_cases(
+            "test_configuration_is_a_copy",
+            *("add_experts(task)", "classifier", "text", "layer of a model"),
+        ),
+        *_cases(
+            "test_graph_is_loaded_equal",
+            *(*_OTHER_FAMILIES, "DINOv2", "CLIP", "Swin", "BERT"),
+        ),
+    ),
+    "datasets/test_samples.py": ("test_it_is_what_the_generator_draws[glyphs]",),
     "distribution/test_parallel.py": (
         "test_a_model_may_be_built_by_its_first_batch",
         "test_dense_kernels_are_sharded_on_request",
@@ -313,6 +360,9 @@ LONG = {
         "test_experts_of_any_layer_are_placed",
         "test_factors_of_lora_lie_with_their_experts",
         "test_what_adafactor_keeps_lies_with_its_experts",
+    ),
+    "distribution/test_data_parallel.py": (
+        "test_replicas_route_smaller_groups_than_one_model@torch",
     ),
     "distribution/test_mesh_plan.py": ("test_every_preset_has_a_plan",),
     "distribution/test_plan_transfers.py": (
@@ -327,17 +377,22 @@ LONG = {
         "test_training_goes_on_from_the_backup",
     ),
     "evaluation/test_model_cost.py": ("test_largest_preset_is_not_built",),
-    "examples/test_docstrings.py": ("test_examples_run[exporting.export_model]",),
-    "examples/test_pages.py": (
-        "test_page_runs[docs/cookbook.md]",
-        "test_page_runs[docs/faq.md]",
+    "evaluation/test_sweeps.py": ("test_random_routers[layers1]",),
+    "examples/test_docstrings.py": (
+        "test_examples_run[evaluation.Sweep]",
+        "test_examples_run[exporting.export_model]",
     ),
+    "examples/test_pages.py": _cases(
+        "test_page_runs",
+        *("docs/concepts/recipes.md", "docs/cookbook.md", "docs/faq.md"),
+        "docs/start.md",
+    ),
+    "experiments/test_glyphs.py": ("*",),
     "experiments/test_letters.py": (
         "test_program",
-        "test_upcycling_program",
+        "test_results",
     ),
     "experiments/test_presets.py": ("test_a_glyph_preset_is_trained",),
-    "experiments/test_real_weights.py": ("test_the_program_goes_on_and_reports",),
     "exporting/test_export.py": (
         "test_classes_and_options_of_this_program_only",
         "test_encoders_of_limoe",
@@ -350,33 +405,17 @@ LONG = {
         "test_what_dense_models_were_trained_with",
     ),
     "guards/test_faults.py": ("test_a_planted_fault_is_seen",),
-    "examples/test_guides.py": (
-        "test_guide[adapting.py]",
-        "test_guide[back_to_dense.py]",
-        "test_guide[data_parallel.py]",
-        "test_guide[exporting.py]",
-        "test_guide[few_shot_probing.py]",
-        "test_guide[fit_on_a_small_dataset.py]",
-        "test_guide[inside_soft_moe.py]",
-        "test_guide[limoe_routing.py]",
-        "test_guide[limoe_zero_shot.py]",
-        "test_guide[placing_experts.py]",
-        "test_guide[real_weights.py]",
-        "test_guide[released_vmoe_checkpoints.py]",
-        "test_guide[switching_backends.py]",
-        "test_guide[upcycling.py]",
-        "test_guide[vmoe_at_low_capacity.py]",
-    ),
-    "models/test_backends.py": ("test_same_outputs_on_another_backend",),
+    "guards/test_golden.py": ("test_costs[list]",),
+    "examples/test_guides.py": ("test_guide",),
     "routers/test_balanced.py": ("test_load_is_even_after_500_steps",),
     "routers/test_recording.py": ("test_inside_a_compiled_function",),
     "test_files.py": ("test_one_process_at_a_time",),
     "test_package.py": ("test_wheel_works_outside_the_checkout",),
     "test_pages.py": (
         "test_no_link_of_the_site_is_dead",
-        "test_search_and_pictures",
         "test_the_site_loads_nothing_from_another_host",
         "test_the_site_shows_every_recorded_figure",
+        "test_what_is_generated_is_of_today",
     ),
     "test_trained.py": (
         "test_retrieval_is_that_of_the_card",
@@ -393,7 +432,10 @@ LONG = {
         "test_short_form",
     ),
     "training/test_contrastive_recipes.py": ("test_recipe",),
-    "training/test_paper_recipes.py": ("test_recipe[imagenet_from_scratch]",),
+    "training/test_finetuning.py": ("test_between_two_trainings",),
+    "training/test_paper_recipes.py": _cases(
+        "test_recipe", "imagenet_from_scratch", "vmoe_15b_pretraining", "vtab"
+    ),
 }
 
 
@@ -405,17 +447,36 @@ def selected(items, folder):
         folder: `pathlib.Path` of the tests.
     """
 
-    def is_in(table, item, default):
-        names = table.get(item.path.relative_to(folder).as_posix())
-        if names is None:
-            return default
-        return bool({item.name, item.originalname} & set(names))
+    def is_in(table, item, *known):
+        names = table.get(item.path.relative_to(folder).as_posix(), ())
+        known = {item.name, *known}
+        return bool({*known, *(f"{name}@{BACKEND}" for name in known)} & {*names})
 
-    items = [item for item in items if not is_in(LONG, item, False)]
+    items = [item for item in items if not is_in(LONG, item, item.originalname, "*")]
     if BACKEND == "torch":
         return set(items)
-    kept = {item for item in covering(items) if is_in(ON_ALL, item, True)}
-    return kept | {item for item in items if is_whole(item.path)}
+    own = {folder / file for file in ON_ALL}
+    named = {item for item in items if is_in(ON_ALL, item)}
+    covers = covering(items)
+    rest = [
+        item
+        for item in items
+        if item in covers
+        and (item.path not in own or is_in(ON_ALL, item, item.originalname))
+    ]
+    return named | set(shared(rest))
+
+
+def shared(items):
+    """Of the cases of a test JAX runs every second, and TensorFlow the others.
+
+    Of those of `reference/`, numbers of the papers' own code, each runs a third.
+    """
+    first = BACKEND == "tensorflow"
+    for _, tests in itertools.groupby(items, key=lambda i: (i.path, i.originalname)):
+        tests = list(tests)
+        step = 3 if tests[0].path.parent.name == "reference" else 2
+        yield from tests if len(tests) < 3 else tests[first::step]
 
 
 def parameters(item):
@@ -445,15 +506,6 @@ def covering(items):
             open_values -= parameters(best)
             kept.add(best)
     return kept
-
-
-def is_whole(path):
-    """Whether each backend runs all cases of a file: numbers of the papers' own code.
-
-    The plans of optimal transport are left to `covering`: each case and each size runs.
-    """
-    is_transport = path.stem == "test_reference_transport"
-    return path.parent.name == "reference" and not is_transport
 
 
 def only_on(*backends, because):

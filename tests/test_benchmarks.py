@@ -6,13 +6,7 @@ import json
 import pathlib
 
 import keras
-import numpy as np
 import pytest
-from keras import ops
-
-import keras_softmoe as ksm
-from tests.skips import needs
-from tests.support.close import assert_near
 
 BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
 
@@ -91,23 +85,6 @@ def test_the_dense_mlp_costs_as_much_as_the_products(layers, name):
     assert dense == pytest.approx(layers.multiply_adds(products), rel=0.02)
 
 
-def test_multiply_adds_of_a_soft_layer(layers):
-    layer = ksm.layers.SoftMoE(32, mlp_dim=7, slots_per_expert=6).moe
-    products = layers.product_shapes(layer, 2, 5, 3)
-    # Per image: logits, dispatch and combine are 5 tokens x 192 slots x 3 each; the
-    # experts multiply 192 slots by 3 x 7 twice.
-    assert layers.multiply_adds(products) == 2 * (3 * 5 * 192 * 3 + 2 * 192 * 3 * 7)
-
-
-@pytest.mark.parametrize("option", [["--rounds", "0"], ["--shapes", "huge"]])
-def test_wrong_options_are_refused(benchmark, capsys, option):
-    with pytest.raises(SystemExit):
-        benchmark("run").main(option)
-    message = capsys.readouterr().err
-    assert option[0] in message
-    assert option[1] in message
-
-
 def test_the_soft_moe_runs_beside_its_twin(benchmark, tiny_models):
     models, shapes = tiny_models
     patience = benchmark("timing").Patience(rounds=1)
@@ -115,108 +92,6 @@ def test_the_soft_moe_runs_beside_its_twin(benchmark, tiny_models):
     assert [row["pass"] for row in rows] == ["forward", "fit", "fit"]
     for row in rows:
         check_times(row, ["soft_moe", "dense_twin"])
-
-
-def test_twins_differ_in_their_experts_alone(tiny_models):
-    models, shapes = tiny_models
-    moe, dense = models.soft_moe(shapes), models.backbone(shapes)
-    assert moe.moe_layers == (1,)
-    differing = {
-        name
-        for name, value in moe.get_config().items()
-        if value != dense.get_config()[name]
-    }
-    assert differing == {"name", "moe_layers", "router", "equal_experts"}
-
-
-def test_our_dense_vit_is_as_large_as_that_of_keras_hub(benchmark, tiny_models):
-    models, shapes = tiny_models
-    images, _ = models.data(shapes)
-    ours = models.dense_vit(shapes)
-    theirs = benchmark("rivals").keras_hub_vit(**shapes.vit)
-    assert ours.count_params() == theirs.count_params()
-    assert ours(images).shape == theirs(images).shape == (8, 5, 8)
-
-
-@pytest.fixture
-def equal_rival(benchmark):
-    """Callable that gives a PyTorch package's layer and ours the same weights."""
-    rivals = benchmark("rivals")
-
-    def make(package, router):
-        needs(package.replace("-", "_"))
-        theirs = rivals.soft_moe_layers(4, 2, 8, 16)[package].module
-        ours = ksm.layers.MoE(router, 16)
-        ours.build((3, 5, 8))
-        return ours, theirs
-
-    return make
-
-
-def to_numpy(tensor):
-    return tensor.detach().numpy()
-
-
-def test_soft_mixture_of_experts_is_our_layer_without_normalization(equal_rival):
-    router = ksm.routers.SoftRouter(4, slots_per_expert=2, normalize=False)
-    ours, theirs = equal_rival("soft-mixture-of-experts", router)
-    ours.router.mu.assign(to_numpy(theirs.phi))
-    banks = ours.experts.intermediate_dense, ours.experts.output_dense
-    for bank, layer in zip(banks, theirs.experts[::2], strict=True):
-        bank.kernel.assign(to_numpy(layer.weight))
-        bank.bias.assign(to_numpy(layer.bias)[:, None])
-    tokens = ops.convert_to_tensor(
-        np.random.default_rng(0).normal(size=(3, 5, 8)), "float32"
-    )
-    assert_near(to_numpy(ours(tokens)), to_numpy(theirs(tokens)), atol=1e-6)
-
-
-def test_soft_moe_pytorch_is_our_layer_on_normalized_tokens(equal_rival):
-    router = ksm.routers.SoftRouter(4, slots_per_expert=2)
-    ours, theirs = equal_rival("soft-moe-pytorch", router)
-    # (E, C, D) to (D, E, C)
-    ours.router.mu.assign(to_numpy(theirs.slot_embeds).transpose(2, 0, 1))
-    # The norms of tokens and of slot parameters are both the root of the width.
-    ours.router.scale.assign(8.0)
-    banks = ours.experts.intermediate_dense, ours.experts.output_dense
-    for bank, index in zip(banks, (0, 3), strict=True):
-        layers = [expert[index] for expert in theirs.experts.experts]
-        bank.kernel.assign(np.stack([to_numpy(layer.weight).T for layer in layers]))
-        bias = np.stack([to_numpy(layer.bias) for layer in layers])
-        bank.bias.assign(bias[:, None])
-    tokens = np.random.default_rng(0).normal(size=(3, 5, 8))
-    tokens /= np.sqrt(np.mean(tokens**2, axis=-1, keepdims=True))
-    tokens = ops.convert_to_tensor(tokens, "float32")
-    # The exact GELU and its approximation differ by up to 5e-4.
-    assert_near(to_numpy(ours(tokens)), to_numpy(theirs(tokens)), atol=1e-3)
-
-
-def test_steps_beside_their_bounds(benchmark, monkeypatch):
-    module = benchmark("steps")
-    monkeypatch.setattr(module, "DTYPE", "float32")
-    (row,) = module.measure("vit_tiny_patch4_32_glyphs", [2], rounds=1)
-    # A CPU has neither bounds nor a counter of its memory.
-    assert row.keys() == {"images", "ms", "first_call_s", "peak_gb"}
-    assert row["ms"] > 0
-    few, many = (
-        module.bounds(module.PRESET, images, module.DEVICES["H100"])["bounds_ms"]
-        for images in (8, 64)
-    )
-    # The update of all experts takes the same time for any batch, all else grows.
-    assert few["weights"] == many["weights"] > few["products"]
-    np.testing.assert_allclose(many["products"], 8 * few["products"])
-    assert many["activations"] > few["activations"]
-
-
-def test_contests_take_turns(benchmark):
-    timing = benchmark("timing")
-    calls = []
-    steps = {name: (lambda name=name: calls.append(name)) for name in "ab"}
-    first_call, seconds = timing.contest(steps, timing.Patience(rounds=4))
-    # A first call, one to settle, and four rounds.
-    assert calls == ["a", "b"] * 6
-    assert list(first_call) == list(seconds) == ["a", "b"]
-    assert [len(times) for times in seconds.values()] == [4, 4]
 
 
 def test_ratios_are_taken_within_rounds(benchmark):

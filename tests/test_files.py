@@ -1,9 +1,7 @@
-"""Files and directories that appear whole or not at all.
-
-Covers `files/reading.py` and `files/writing.py`.
-"""
+"""Files and directories that appear whole or not at all."""
 
 import errno
+import multiprocessing
 import os
 import signal
 import socket
@@ -22,7 +20,6 @@ from keras_softmoe.files import (
     writing,
 )
 from tests.skips import REASONS
-from tests.support.processes import Program
 
 MARKS = ["*.json"]
 
@@ -127,9 +124,31 @@ def test_room_is_made_sure_of(replaced, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["small"]
 
 
+def write_again(target, where):
+    """Write a directory, and be killed: in the middle, or after the first move."""
+    move, moved = writing.move, []
+
+    def killed_move(file, path):
+        if moved:
+            os.kill(os.getpid(), signal.SIGKILL)
+        moved.append(path)
+        move(file, path)
+
+    writing.move = killed_move
+    with replaced_preset(target) as aside:
+        for name in ("assets.json", "config.json"):
+            (aside / name).write_text("second")
+        if where == "write":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 def killed(target, where):
-    code, _ = Program("tests.support.killed_writer", target, where).wait()
-    assert code == -signal.SIGKILL
+    # Writing files is safe in a fork, which is there at once.
+    fork = multiprocessing.get_context("fork")
+    process = fork.Process(target=write_again, args=(target, where))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("where", ["write", "replace"])

@@ -1,6 +1,7 @@
 """What may import what, and where private parts of Keras are used: in one place."""
 
 import ast
+import functools
 import os
 import pathlib
 import re
@@ -11,6 +12,7 @@ import keras
 import pytest
 
 PACKAGE = pathlib.Path(__file__).parent.parent / "keras_softmoe"
+parse = functools.cache(ast.parse)
 FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 
 # Subpackages and modules, each of which imports itself and those listed before it.
@@ -50,7 +52,7 @@ def imported_modules(source, file):
     `from a import b` gives `a.b`, whether `b` is a module or a name in `a`.
     """
     package = ("keras_softmoe", *pathlib.PurePosixPath(file).parts[:-1])
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -163,7 +165,7 @@ print(*sys.modules)
 
 def dynamic_imports(source, file):
     """Calls that import this package by a string, which no import statement shows."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         if isinstance(node, ast.Call):
             function = ast.unparse(node.func).rpartition(".")[2]
             arguments = " ".join(map(ast.unparse, node.args))
@@ -198,7 +200,7 @@ ADAPTER = [file for file in FILES if part_of(file) == "keras_adapter"]
 
 def private_names(source):
     """Names that begin with one underscore and are looked up in an object."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         name = ""
         if isinstance(node, ast.Attribute):
             name = node.attr
@@ -216,7 +218,7 @@ def private_names(source):
 
 def defined_names(source):
     """Names that a file defines: functions, classes, attributes, constants."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -266,7 +268,7 @@ def test_no_method_takes_the_place_of_a_private_one_of_keras():
     assert {"_flatten_layers", "_update_model_variables_moving_average"} <= private
 
     def rule(source, file):
-        for cls in ast.walk(ast.parse(source)):
+        for cls in ast.walk(parse(source)):
             if isinstance(cls, ast.ClassDef):
                 methods = (n for n in cls.body if isinstance(n, ast.FunctionDef))
                 yield from {method.name for method in methods} & private

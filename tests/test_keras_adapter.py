@@ -1,8 +1,8 @@
 """Uses of private Keras do what their docstrings say.
 
 `keras_adapter/layers.py`, `keras_adapter/runs.py`, `keras_adapter/data.py`,
-`keras_adapter/optimizers.py`, `keras_adapter/distributions.py` and
-`keras_adapter/exports.py`; what the library makes of them is tested where it does.
+`keras_adapter/distributions.py` and `keras_adapter/exports.py`; what the library makes
+of them is tested where it does.
 """
 
 import keras
@@ -14,7 +14,6 @@ from keras_softmoe.keras_adapter import (
     distributions,
     exports,
     layers as adapted,
-    optimizers,
     runs,
 )
 
@@ -109,10 +108,10 @@ def test_state_of_optimizers():
     trained = model()
     optimizer.build(trained.trainable_variables)
     for index, variable in enumerate(trained.trainable_variables):
-        assert optimizers.variables_of(optimizer)[index] is variable
-        assert optimizers.index_of(optimizer, variable) == index
-    assert len(optimizers.averages_of(optimizer)) == len(trained.trainable_variables)
-    assert int(optimizers.num_gradients(optimizer)) == 0
+        assert runs.variables_of(optimizer)[index] is variable
+        assert runs.index_of(optimizer, variable) == index
+    assert len(runs.averages_of(optimizer)) == len(trained.trainable_variables)
+    assert int(runs.num_gradients(optimizer)) == 0
 
 
 def test_distributions():

@@ -1,10 +1,8 @@
 """Routing decisions: counted in one pass over any data, and drawn.
 
 `analyze` returns a `Routing`. Its parts, dicts from the blocks of the model, hold the
-numbers; `routing.plot(figure)` returns a `matplotlib.figure.Figure`: a notebook shows
-it, and `figure.savefig("routing.png")` keeps it. `routing.save` writes all that applies
-to a model on one page. Both need matplotlib (the extra `viz`): without it they raise an
-`ImportError` that says how to install it.
+numbers; `routing.plot(figure)` returns a `matplotlib.figure.Figure`, and `routing.save`
+writes all figures on one page. Both need matplotlib (the extra `viz`).
 
 Names that the examples of this module use:
 
@@ -24,7 +22,10 @@ Names that the examples of this module use:
 from keras_softmoe.analysis.blocks import BlockStatistics as BlockStatistics
 from keras_softmoe.analysis.maps import RoutingMaps as RoutingMaps
 from keras_softmoe.analysis.modalities import ModalityStatistics as ModalityStatistics
-from keras_softmoe.analysis.monitor import RoutingMonitor as RoutingMonitor
-from keras_softmoe.analysis.routing import Routing as Routing, analyze as analyze
+from keras_softmoe.analysis.routing import (
+    Routing as Routing,
+    RoutingMonitor as RoutingMonitor,
+    analyze as analyze,
+)
 from keras_softmoe.analysis.soft import SoftStatistics as SoftStatistics
 from keras_softmoe.analysis.streaming import Reducer as Reducer, observe as observe

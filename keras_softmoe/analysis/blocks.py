@@ -22,9 +22,8 @@ class ExpertInformation(NamedTuple):
     Attributes:
         entropy: float, the entropy of the expert. `log2(E)` if all are used equally.
         position: float, mutual information of expert and place in the sequence.
-        label: float, mutual information of expert and class of the image. `None`
-            without labels.
-        label_chance: float, the same with shuffled labels. `None` without labels.
+        label, label_chance: float, mutual information of expert and class of the image,
+            and with shuffled labels. `None` without labels.
     """
 
     entropy: float
@@ -60,8 +59,7 @@ class BlockStatistics(NamedTuple):
         dropped: float, the share of tokens that no expert takes.
         chooses: bool, `False` for routers that mix tokens and for `IdentityRouter`.
         demand: `(E,)` float64 array, tokens that prefer each expert, whether it has
-            room for them or not: by the `K` largest scores of a token that chooses, by
-            the largest where experts choose. `None` for routers without such scores.
+            room for them or not, by their scores. `None` for routers without.
         experts_per_image: `(N,)` int array, experts that take any token of each image.
         weight_by_position: `(T, E)` float64 array, mean weight of each expert's output
             at each place in the sequence (class token first, if there is one).
@@ -69,8 +67,7 @@ class BlockStatistics(NamedTuple):
             class, NaN for a class without images. `None` without labels.
         choice_histogram: `(K, 50)` int array: how often the largest, second largest,
             ... weight of a token's experts fell into each bin of equal width between 0
-            and 1, dropped choices included. `K` is the number of choices (at most 2
-            where experts choose or mix).
+            and 1. `K` is the number of choices (2 where experts choose or mix).
         information: `ExpertInformation`.
         patch_grid: pair of ints, rows and columns of the patches of an image.
 
@@ -118,10 +115,7 @@ class BlockStatistics(NamedTuple):
 
 
 class BlockReducer:
-    """Reducer to a dict from each block to its `BlockStatistics`.
-
-    `labels` are the classes of all images that will be seen, in their order, or `None`.
-    """
+    """Reducer to a dict from each block to its `BlockStatistics`."""
 
     def __init__(self, backbone, routers, labels=None):
         num_tokens = tokens_per_input(backbone)
@@ -140,9 +134,24 @@ class BlockReducer:
 
     def update(self, name, decision, inputs):
         router, valid = self._routers[name], decision.summary["valid"]
-        load, dropped = _load_and_dropped(decision)
+        if isinstance(decision.routing, DenseRouting):
+            # Without padding, (G, S, E).
+            weight = decision.routing.combine.sum(axis=-1) * valid[..., None]
+            load = weight.sum(axis=1, dtype="float64")
+            dropped = valid & ~decision.routing.dispatch.any(axis=(2, 3))
+        else:
+            load, dropped = decision.summary["load"], decision.summary["dropped"]
         load = load.sum(axis=0, dtype="float64")
-        demand = _demand(decision, getattr(router, "num_selected_experts", 1))
+        demand = np.zeros(1)
+        selection = decision.summary.get("selection")
+        if selection is not None:
+            # How many tokens prefer each expert.
+            choices = getattr(router, "num_selected_experts", 1)
+            wanted = np.argsort(-selection, axis=-1, kind="stable")[..., :choices]
+            wanted = wanted[valid].ravel()
+            demand = np.bincount(wanted, minlength=selection.shape[-1]).astype(
+                "float64"
+            )
         values = len(valid), valid.sum(), load, dropped.sum(), demand
         sums = self._loads.get(name, (0, 0, 0, 0, 0))
         self._loads[name] = [x + y for x, y in zip(sums, values, strict=True)]
@@ -161,11 +170,11 @@ class BlockReducer:
         num_groups, num_tokens, load, dropped, demand = self._loads[name]
         of_images = self._sums[name].fields() if name in self._sums else {}
         return BlockStatistics(
-            name,
-            num_groups,
-            int(num_tokens),
-            load,
-            float(dropped / max(num_tokens, 1)),
+            block=name,
+            num_groups=num_groups,
+            num_tokens=int(num_tokens),
+            load=load,
+            dropped=float(dropped / max(num_tokens, 1)),
             chooses=chooses(self._routers[name]),
             patch_grid=self._patch_grid,
             demand=demand if demand.any() else None,
@@ -200,9 +209,8 @@ class _ImageSums:
         self.tokens_by_position += valid.sum(0)
         self.weight_by_position += weights.sum(0, dtype="float64")
         largest = -np.sort(-given[valid], axis=-1)[..., : self.choices]
-        self.histogram += np.stack(
-            [np.histogram(x, NUM_BINS, (0.0, 1.0))[0] for x in largest.T]
-        )
+        counts = [np.histogram(x, NUM_BINS, (0.0, 1.0))[0] for x in largest.T]
+        self.histogram += np.stack(counts)
         probabilities = weights
         if not isinstance(decision.routing, DenseRouting):
             probabilities = taken / np.maximum(taken.sum(-1, keepdims=True), 1)
@@ -245,11 +253,7 @@ class _ImageSums:
 
 
 def experts_of_tokens(decision):
-    """Return the experts that take a token, and their weights for it.
-
-    Three `(G, S, E)` arrays: bool, the expert takes the token; the weight of its
-    output; the weight that the router gives it.
-    """
+    """Return who takes a token, its weight and the router's, all `(G, S, E)`."""
     routing, summary = decision
     if isinstance(routing, SlotRouting):
         num_groups, num_tokens = summary["valid"].shape
@@ -280,33 +284,10 @@ def check_labels(num_images, labels):
         )
 
 
-def _load_and_dropped(decision):
-    """Return load `(G, E)` and dropped tokens `(G, S)`, without padding."""
-    routing, summary = decision
-    if not isinstance(routing, DenseRouting):
-        return summary["load"], summary["dropped"]
-    valid = summary["valid"]
-    # (G, S, E)
-    weight = routing.combine.sum(axis=-1)
-    dropped = valid & ~routing.dispatch.any(axis=(2, 3))
-    return (weight * valid[..., None]).sum(axis=1, dtype="float64"), dropped
-
-
-def _demand(decision, choices):
-    """Return how many tokens prefer each expert, `(E,)`; zero if that is unknown."""
-    selection = decision.summary.get("selection")
-    if selection is None:
-        return np.zeros(1)
-    wanted = np.argsort(-selection, axis=-1, kind="stable")[..., :choices]
-    wanted = wanted[decision.summary["valid"]].ravel()
-    return np.bincount(wanted, minlength=selection.shape[-1]).astype("float64")
-
-
 def _information(joint):
     """Return the mutual information of rows and columns of a table, in bits."""
-    return max(
-        _entropy(joint.sum(0)) + _entropy(joint.sum(1)) - _entropy(joint.ravel()), 0.0
-    )
+    apart = _entropy(joint.sum(0)) + _entropy(joint.sum(1))
+    return max(apart - _entropy(joint.ravel()), 0.0)
 
 
 def _entropy(weights):

@@ -18,14 +18,10 @@ from keras_softmoe.types import Figure
 class FigureRow(NamedTuple):
     """A figure of the routing of a model.
 
-    Attributes:
-        part: str, the attribute of `Routing` with the statistics that are drawn.
-        draw: callable from a list of statistics of blocks (of one block, where
-            `is_of_one_block`) and options to a `matplotlib.figure.Figure`.
-        caption: str, for the report and the documentation.
-        source: str, the papers and their figures.
-        applies: callable from the statistics of a block to a bool.
-        least_blocks: int, the fewest blocks.
+    `draw` is a callable from statistics (a list of those of blocks, but of one of
+    `maps`) and options to a figure, `applies` one from the statistics of a block to a
+    bool, `part` the attribute of `Routing` with the statistics, `least_blocks` the
+    fewest blocks.
     """
 
     part: str
@@ -244,9 +240,6 @@ def figure_method(part):
         Args:
             figure: str, a name in the table of figures.
             **options: the options of the figure, see the table.
-
-        Returns:
-            `matplotlib.figure.Figure`.
 
         Raises:
             ValueError: if the figure is unknown, or needs other statistics.

@@ -21,8 +21,7 @@ class ExpertPatches(NamedTuple):
     """The patches that each expert of a block takes with the largest weights.
 
     Attributes:
-        share: `(E,)` float64 array, the share of each expert of all patches that are
-            taken.
+        share: `(E,)` float64 array, shares of all patches that are taken.
         images: list of `E` arrays `(n, 3 h, 3 w, channels)` float32 in `[-1, 1]`, a
             patch of `h` by `w` pixels and its surroundings, NaN outside the image.
         weights: list of `E` arrays `(n,)`, the weights of the expert's output, falling.
@@ -39,18 +38,15 @@ class ExpertExamples(NamedTuple):
     Attributes of images or captions are `None` if there were none.
 
     Attributes:
-        share: dict from `"image"` and `"text"` to an `(E,)` float64 array: the share of
-            tokens whose first choice is the expert.
+        share: dict from modalities to `(E,)` float64 arrays: the share of tokens whose
+            first choice is the expert.
         patches: list of `E` arrays `(n, height, width, channels)` float32 in `[-1, 1]`:
-            patches with this expert as first choice, most probable first, at most one
-            of an image.
-        patch_probabilities: list of `E` float32 arrays `(n,)`, their routing
-            probabilities.
-        words: list of `E` lists of str, pieces of the vocabulary (`"▁"` begins a word),
-            or their ids without a tokenizer: those with the expert as first choice at
-            least once and a mean probability of at least `1/E`, most probable first.
-        word_probabilities: list of `E` float64 arrays, their mean routing
-            probabilities over all occurrences.
+            patches with this first choice, most probable first, at most one an image.
+        patch_probabilities: list of `E` float32 arrays `(n,)`.
+        words: list of `E` lists of str, pieces of the vocabulary (`"▁"` begins a word)
+            or their ids: those with this first choice at least once and a mean
+            probability of at least `1/E`, most probable first.
+        word_probabilities: list of `E` float64 arrays, means over all occurrences.
     """
 
     share: dict
@@ -75,8 +71,7 @@ class RoutingMaps(NamedTuple):
             slot `c` of expert `e`: weights of soft routers, 0 or 1 of sparse ones.
         combine: `(B, rows, columns, E, C)` float32 array, the weight of that slot's
             output for each patch.
-        words: list of `B` lists of str, the pieces of each caption and its padding, or
-            their ids without a tokenizer.
+        words: list of `B` lists of str, the pieces of each caption and its padding.
         word_experts: `(B, sequence_length)` int array, the expert of the largest weight
             for each piece, -1 where no expert takes it.
         patches: `ExpertPatches` of all images of the pass, for sparse routers.
@@ -122,10 +117,7 @@ class RoutingMaps(NamedTuple):
 
 
 class MapReducer:
-    """Reducer to a dict from each block to `RoutingMaps` of the first inputs.
-
-    `pairs` are those of a LIMoE, `None` for a `ViTMoEBackbone`.
-    """
+    """Reducer to a dict from each block to `RoutingMaps` of the first inputs."""
 
     def __init__(self, backbone, num_pictures, pairs=None):
         self._backbone = backbone
@@ -139,10 +131,10 @@ class MapReducer:
         count = min(len(keras.tree.flatten(inputs)[0]), self._num_pictures)
         router = self._backbone.routers[name]
         self._maps[name] = RoutingMaps(
-            name,
-            decision.summary["valid"].shape[1],
-            router.num_experts,
-            router.mixes_tokens,
+            block=name,
+            group_tokens=decision.summary["valid"].shape[1],
+            num_experts=router.num_experts,
+            mixes_tokens=router.mixes_tokens,
             priority=getattr(router, "priority", None),
             **self._fields(decision, inputs, count),
         )
@@ -201,9 +193,6 @@ def _main_experts(dispatch, combine):
     return np.where(dropped, -1, weight.argmax(axis=-1))
 
 
-# === Examples of experts ===
-
-
 class PatchReducer:
     """Reducer to a dict from some blocks of a `ViTMoEBackbone` to `ExpertPatches`."""
 
@@ -232,20 +221,26 @@ class PatchReducer:
         def cut(index):
             image, patch = index
             place = np.unravel_index(patch, self._grid)
-            return _with_neighbours(inputs[image], place, self._grid)
+            # The patch and the eight around it, NaN outside.
+            height, width = (
+                image.shape[0] // self._grid[0],
+                image.shape[1] // self._grid[1],
+            )
+            top, left = place[0] * height, place[1] * width
+            around = ((height, height), (width, width), (0, 0))
+            padded = np.pad(image, around, constant_values=np.nan)
+            return padded[top : top + 3 * height, left : left + 3 * width]
 
         for expert, best in enumerate(self._best[name]):
             best.add(weights[..., expert], cut)
 
     def result(self):
-        return {
-            block: ExpertPatches(
-                self._count[block] / max(self._count[block].sum(), 1),
-                [x.images for x in best],
-                [x.weights for x in best],
-            )
-            for block, best in self._best.items()
-        }
+        found = {}
+        for block, best in self._best.items():
+            share = self._count[block] / max(self._count[block].sum(), 1)
+            images, weights = [x.images for x in best], [x.weights for x in best]
+            found[block] = ExpertPatches(share, images, weights)
+        return found
 
 
 class ExampleReducer:
@@ -271,10 +266,9 @@ class ExampleReducer:
                 self._pairs.by_pair(decision.summary[key], modality, num_pairs)
                 for key in ("valid", "probabilities", "selection")
             )
-            first = selection.argmax(-1)
-            self._routed[name][modality] += np.bincount(
-                first[valid], minlength=selection.shape[-1]
-            )
+            first, experts = selection.argmax(-1), selection.shape[-1]
+            chosen = np.bincount(first[valid], minlength=experts)
+            self._routed[name][modality] += chosen
             if modality == "text":
                 words = self._words[name]
                 words.add(token_ids[valid], probabilities[valid], first[valid])
@@ -292,10 +286,10 @@ class ExampleReducer:
         routed = self._routed[block]
         found = dict.fromkeys(ExpertExamples._fields[1:])
         if "image" in routed:
-            found["patches"] = [best.images for best in self._patches[block]]
-            found["patch_probabilities"] = [
-                best.weights.astype("float32") for best in self._patches[block]
-            ]
+            best = self._patches[block]
+            found["patches"] = [x.images for x in best]
+            probabilities = [x.weights.astype("float32") for x in best]
+            found["patch_probabilities"] = probabilities
         if "text" in routed:
             ids, found["word_probabilities"] = self._words[block].surest(self._count)
             found["words"] = [pieces(self._pairs.tokenizer, i) for i in ids]
@@ -305,9 +299,8 @@ class ExampleReducer:
 
 def pieces(tokenizer, ids):
     """Return the pieces of text with some ids, or the ids without a tokenizer."""
-    if tokenizer is None:
-        return [str(i) for i in ids]
-    return [tokenizer.id_to_token(int(i)) for i in ids]
+    name = str if tokenizer is None else tokenizer.id_to_token
+    return [name(int(i)) for i in ids]
 
 
 class _Best:
@@ -319,10 +312,7 @@ class _Best:
         self._found = []
 
     def add(self, weights, cut):
-        """Add patches by `(B, T)` weights, -1 for those that do not count.
-
-        `cut` returns the image of a patch from the indices of image and patch.
-        """
+        """Add patches by `(B, T)` weights, -1 for none; `cut` gets image and patch."""
         patches = weights.argmax(axis=-1)
         best = weights[np.arange(len(weights)), patches]
         # Stable: of equals the first.
@@ -378,12 +368,3 @@ def _patches(images, grid):
     size = height // rows, width // columns
     cut = images.reshape(batch, rows, size[0], columns, size[1], channels)
     return cut.swapaxes(2, 3).reshape(batch, rows * columns, *size, channels)
-
-
-def _with_neighbours(image, place, grid):
-    """Return the patch at a place of the grid and the eight around it, NaN outside."""
-    height, width = image.shape[0] // grid[0], image.shape[1] // grid[1]
-    top, left = place[0] * height, place[1] * width
-    around = ((height, height), (width, width), (0, 0))
-    padded = np.pad(image, around, constant_values=np.nan)
-    return padded[top : top + 3 * height, left : left + 3 * width]

@@ -20,9 +20,6 @@ _BINS_OF_EVEN_QUEUE = 50
 class WordStatistics(NamedTuple):
     """The tokens of text at one block by the tag of their word.
 
-    Signs and special pieces such as `</s>` are words of their own; padding has the tag
-    `"padding"`.
-
     Attributes:
         tags: tuple of `T` str, the most frequent first, `"padding"` last.
         num_tokens: `(T,)` int64 array, tokens with each tag.
@@ -69,13 +66,10 @@ class ModalityStatistics(NamedTuple):
         words: `WordStatistics`, `None` without a tagger.
 
     Examples:
-        >>> def tagger(words):
-        ...     return ["article" if word == "a" else "other" for word in words]
-        >>> block = ksm.analysis.analyze(
-        ...     limoe, scenes, captions=captions, tagger=tagger
-        ... ).modalities[3]
-        >>> block.dropped, block.experts_needed(0.9), block.words.tags
-        >>> figure = block.plot("words")
+        >>> routing = ksm.analysis.analyze(limoe, scenes, captions=captions)
+        >>> block = routing.modalities[3]
+        >>> block.dropped, block.experts_needed(0.9)
+        >>> figure = block.plot("modality_load")
     """
 
     block: int | str
@@ -133,9 +127,6 @@ class ModalityStatistics(NamedTuple):
 
     def experts_needed(self, share: float = 0.9) -> dict:
         """Return the number of experts whose `coverage` is a share, a dict to int.
-
-        Args:
-            share: float in `(0, 1]`.
 
         Source: LIMoE, appendix B.2 (figure 10).
         """
@@ -257,10 +248,7 @@ class _Sums:
 
 
 def _queue(router, scores, masks):
-    """Return the tokens that choose each expert, by priority, with slots for all.
-
-    Two `(G, E, S)` arrays: int, tokens; bool, which places are taken.
-    """
+    """Return the queue for each expert, `(G, E, S)` tokens and the taken places."""
     priority = router.priority
     if priority not in PRIORITIES:
         # One modality first; where it is missing, by position.
@@ -291,9 +279,6 @@ def _entropy(weights):
     return float(-(share * np.log(share)).sum()) if total > 0 else float("nan")
 
 
-# === Words ===
-
-
 class WordReducer:
     """Reducer of a pass over `Pairs`: from each block to its `WordStatistics`."""
 
@@ -301,9 +286,8 @@ class WordReducer:
         if pairs.tokenizer is None or pairs.captions is None:
             kind = type(pairs.captions).__name__
             raise ValueError(
-                "`tagger` needs captions and a tokenizer: pass a task or its "
-                f"preprocessor. Received: captions of type {kind}, "
-                f"preprocessor={pairs.preprocessor!r}."
+                "`tagger` needs captions and a tokenizer. Received: captions of type "
+                f"{kind}, preprocessor={pairs.preprocessor!r}."
             )
         self._pairs = pairs
         self._tagger = tagger

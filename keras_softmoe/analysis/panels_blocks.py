@@ -5,12 +5,6 @@ import math
 import numpy as np
 
 from keras_softmoe import drawing
-from keras_softmoe.analysis.panel_parts import (
-    block_panels,
-    draw_scale,
-    drawable_names,
-    end_of_scale,
-)
 
 _CHOICES = ("largest", "2nd largest", "3rd largest")
 # Up to this many names are written along the side of a panel; of more, some.
@@ -19,7 +13,7 @@ _MOST_NAMES = 20
 
 def load(blocks):
     """Draw the load of each expert over an even share."""
-    figure, panels = block_panels(blocks, 2.3, 2.0, sharey=True)
+    figure, panels = drawing.block_panels(blocks, 2.3, 2.0, sharey=True)
     for ax, block in panels:
         # Zeros if no expert takes any token.
         relative = block.load / max(block.load.mean(), np.finfo("float32").tiny)
@@ -36,15 +30,14 @@ def load(blocks):
 
 def choice_weights(blocks):
     """Draw the distribution of the largest router weights of the tokens."""
-    figure, panels = block_panels(blocks, 2.3, 2.0, sharex=True, sharey=True)
+    figure, panels = drawing.block_panels(blocks, 2.3, 2.0, sharex=True, sharey=True)
     for ax, block in panels:
         histogram = block.choice_histogram
         edges = np.linspace(0, 1, histogram.shape[1] + 1)
         names = [*_CHOICES, *(f"{k}th largest" for k in range(4, len(histogram) + 1))]
         names = names[: len(histogram)]
-        for counts, name, color in zip(
-            histogram, names, drawing.line_colors(names), strict=True
-        ):
+        colors = drawing.line_colors(names)
+        for counts, name, color in zip(histogram, names, colors, strict=True):
             shares = counts / max(counts.sum(), 1)
             ax.stairs(shares, edges, fill=True, color=color, alpha=0.2)
             ax.stairs(shares, edges, color=color, lw=1.2, label=name)
@@ -61,7 +54,7 @@ def choice_weights(blocks):
 
 def experts_per_image(blocks):
     """Draw the share of images on which so many experts work."""
-    figure, panels = block_panels(blocks, 2.3, 2.0, sharex=True, sharey=True)
+    figure, panels = drawing.block_panels(blocks, 2.3, 2.0, sharex=True, sharey=True)
     for ax, block in panels:
         used, num_experts = block.experts_per_image, len(block.load)
         shares = np.bincount(used, minlength=num_experts + 1) / len(used)
@@ -79,30 +72,28 @@ def experts_per_image(blocks):
 def by_class(blocks, class_names=None, sort=True):
     """Draw the mean weight of each expert on the images of each class.
 
-    Args:
-        blocks: list of `BlockStatistics`.
-        class_names: sequence of str, names of the classes. Their numbers if `None`, or
-            where the fonts lack a letter.
-        sort: bool, order each panel so that specialized experts form stairs downwards:
-            each class goes with the expert that exceeds its own mean most.
+    `class_names` defaults to numbers. With `sort` each class goes with the expert that
+    exceeds its own mean most, so that specialized experts form stairs downwards.
     """
-    figure, panels = block_panels(blocks, 3.1, 3.1)
+    figure, panels = drawing.block_panels(blocks, 3.1, 3.1)
     figure.axes[0].set_ylabel("class", fontsize=8)
     for ax, block in panels:
         # (classes, E)
         weights = block.weight_by_class
-        names = drawable_names(class_names, len(weights))
+        names = drawing.drawable_names(class_names, len(weights))
         classes = np.flatnonzero(~np.isnan(weights).any(axis=1))
         experts = np.arange(weights.shape[1])
         if sort:
-            classes, experts = _stairs(weights, classes)
-        drawn = ax.imshow(
-            weights[np.ix_(classes, experts)],
-            aspect="auto",
-            interpolation="nearest",
-            vmin=0.0,
-            vmax=end_of_scale(weights[classes], 0.995),
-        )
+            # By expert, then by falling excess, so that blocks show.
+            excess = weights[classes] - weights[classes].mean(axis=0)
+            experts = np.argsort(-excess.max(axis=0), kind="stable")
+            excess = excess[:, experts]
+            order = np.lexsort((-excess.max(axis=1), excess.argmax(axis=1)))
+            classes = classes[order]
+        top = drawing.end_of_scale(weights[classes], 0.995)
+        shown = weights[np.ix_(classes, experts)]
+        style = {"aspect": "auto", "interpolation": "nearest"}
+        drawn = ax.imshow(shown, vmin=0.0, vmax=top, **style)
         _write_names(ax.xaxis, experts, rotation=90 if len(experts) > 12 else 0)
         _write_names(ax.yaxis, [names[index] for index in classes])
         ax.set_xlabel("expert", fontsize=8)
@@ -114,9 +105,7 @@ def by_class(blocks, class_names=None, sort=True):
 def by_position(blocks, sort=True):
     """Draw the mean weight of each expert at each patch.
 
-    Args:
-        blocks: list of `BlockStatistics`.
-        sort: bool, begin with the experts whose weight varies most over the image.
+    With `sort` the experts whose weight varies most over the image come first.
     """
     maps = []
     for block in blocks:
@@ -125,13 +114,13 @@ def by_position(blocks, sort=True):
         values = block.weight_by_position[-rows * columns :].T
         maps.append(values.reshape(-1, rows, columns))
     height, width = _mosaic(maps[0])[0].shape
-    figure, panels = block_panels(blocks, 3.1, 0.35 + 2.6 * height / width)
+    figure, panels = drawing.block_panels(blocks, 3.1, 0.35 + 2.6 * height / width)
     for (ax, _), values in zip(panels, maps, strict=True):
         experts = np.arange(len(values))
         if sort:
             experts = np.argsort(-values.std(axis=(1, 2)), kind="stable")
         mosaic, corners = _mosaic(values[experts])
-        top = end_of_scale(values, 0.98)
+        top = drawing.end_of_scale(values, 0.98)
         image = ax.imshow(mosaic, interpolation="nearest", vmin=0.0, vmax=top)
         for expert, (row, column) in zip(experts, corners, strict=True):
             # The edge of a patch is half a patch before its centre.
@@ -140,19 +129,6 @@ def by_position(blocks, sort=True):
         _draw_scale(figure, image, ax)
     _write_title(figure, "position")
     return figure
-
-
-# === Data ===
-
-
-def _stairs(weights, classes):
-    """Order classes and experts of `weights` `(classes, E)` so that blocks show."""
-    excess = weights[classes] - weights[classes].mean(axis=0)
-    experts = np.argsort(-excess.max(axis=0), kind="stable")
-    excess = excess[:, experts]
-    # By expert, then by falling excess.
-    order = np.lexsort((-excess.max(axis=1), excess.argmax(axis=1)))
-    return classes[order], experts
 
 
 def _mosaic(maps):
@@ -175,9 +151,6 @@ def _mosaic(maps):
     return mosaic, corners
 
 
-# === Drawing ===
-
-
 def _write_names(axis, names, rotation=0):
     """Write names along an axis, or some of them if there are many."""
     drawing.name_ticks(axis, range(len(names)), names, _MOST_NAMES)
@@ -186,14 +159,13 @@ def _write_names(axis, names, rotation=0):
 
 def _write_title(figure, divided):
     title = f"Mean weight of each expert by {divided}"
-    figure.suptitle(
-        f"{title}\nwhite line on the scale: the weight if all were alike", fontsize=9
-    )
+    scale = "white line on the scale: the weight if all were alike"
+    figure.suptitle(f"{title}\n{scale}", fontsize=9)
 
 
 def _draw_scale(figure, drawn, ax):
     values = drawn.get_array()
     extend = "max" if values.max() > drawn.norm.vmax else "neither"
-    bar = draw_scale(figure, drawn, ax, extend=extend, size=6)
+    bar = drawing.draw_scale(figure, drawn, ax, extend=extend, size=6)
     # The value if all experts and rows were equal.
     bar.ax.axhline(values.mean(), color="white", lw=1.5)

@@ -6,7 +6,6 @@ from collections import Counter
 import numpy as np
 
 from keras_softmoe import drawing
-from keras_softmoe.analysis import panel_parts as parts
 from keras_softmoe.analysis.streaming import WORD_BEGINS
 
 # Brightness of the images that lie under a map.
@@ -33,17 +32,15 @@ _FADED = 0.12
 def slots(maps, slots=6):
     """Draw the share of each patch in some slots, one row for each image.
 
-    Args:
-        maps: `RoutingMaps`.
-        slots: int, how many slots to show: those that differ most in their patches. Or
-            a sequence of `(expert, slot)` pairs.
+    `slots` is how many to show, those that differ most in their patches, or a sequence
+    of `(expert, slot)` pairs.
     """
     matplotlib = drawing.import_matplotlib()
     chosen = _chosen_slots(maps.dispatch, slots)
     # (slots, B, rows, columns), 1 if a slot took all tokens alike
     shares = np.stack([maps.dispatch[..., e, c] for e, c in chosen])
     shares *= maps.group_tokens
-    top = parts.end_of_scale(shares, 0.995, least=4.0)
+    top = drawing.end_of_scale(shares, 0.995, least=4.0)
     scale = matplotlib.colors.LogNorm(1 / top, top)
     # From blue to orange, transparent in the middle.
     less, more = matplotlib.colors.to_rgba_array(_LESS_AND_MORE)
@@ -52,23 +49,17 @@ def slots(maps, slots=6):
     colors[:, 3] = 0.9 * np.abs(strength)
     colors = matplotlib.colors.ListedColormap(colors)
     names = [f"expert {expert}, slot {slot}" for expert, slot in chosen]
-    figure, axes = parts.image_rows(maps.images, names, extra_width=0.9)
-    for image, row, by_slot in zip(
-        maps.images, axes, shares.swapaxes(0, 1), strict=True
-    ):
+    figure, axes = drawing.image_rows(maps.images, names, extra_width=0.9)
+    by_image = shares.swapaxes(0, 1)
+    for image, row, by_slot in zip(maps.images, axes, by_image, strict=True):
         for ax, share in zip(row, by_slot, strict=True):
-            parts.draw_image(ax, image, _DIMMED)
+            drawing.draw_image(ax, image, _DIMMED)
             share = np.maximum(share, _LEAST_SHARE)
-            parts.draw_map(ax, image, share, cmap=colors, norm=scale)
-    bar = parts.draw_scale(
-        figure,
-        matplotlib.cm.ScalarMappable(scale, colors),
-        figure.axes,
-        f"dispatch weight, in even shares (1/{maps.group_tokens})",
-        extend="both",
-        size=8,
-        aspect=12 * len(axes),
-    )
+            drawing.draw_map(ax, image, share, cmap=colors, norm=scale)
+    drawn = matplotlib.cm.ScalarMappable(scale, colors)
+    label = f"dispatch weight, in even shares (1/{maps.group_tokens})"
+    style = {"extend": "both", "size": 8, "aspect": 12 * len(axes)}
+    bar = drawing.draw_scale(figure, drawn, figure.axes, label, **style)
     bar.ax.set_facecolor(str(_DIMMED / 2))
     bar.ax.axhline(1, color="white", lw=1.2)
     doublings = int(np.log2(top))
@@ -90,10 +81,10 @@ def experts(maps):
     clearness = np.clip(weights * num_experts - 1, 0, 1) * (experts >= 0)
     colors = _expert_colors(num_experts)
     columns = len(experts)
-    figure = parts.image_figure(2, columns, extra_width=3.0)
+    figure = drawing.image_figure(2, columns, extra_width=3.0)
     grid = figure.add_gridspec(2, columns + 1, width_ratios=[1] * columns + [1.9])
     for column, image in enumerate(maps.images):
-        parts.draw_image(figure.add_subplot(grid[0, column]), image)
+        drawing.draw_image(figure.add_subplot(grid[0, column]), image)
         ax = figure.add_subplot(grid[1, column])
         _draw_experts(ax, image, experts[column], clearness[column], colors)
     # Dropped patches first: of all, and of those of full colour.
@@ -113,11 +104,11 @@ def discarded(maps):
     """Draw the patches that no expert takes at each capacity."""
     names = [f"C = {factor:g}" for factor in maps.discarded]
     extra_height = 0.12 * len(maps.images) + 0.7
-    figure, axes = parts.image_rows(maps.images, names, extra_height=extra_height)
+    figure, axes = drawing.image_rows(maps.images, names, extra_height=extra_height)
     for column, taken_by_none in zip(axes.T, maps.discarded.values(), strict=True):
         for ax, image, patches in zip(column, maps.images, taken_by_none, strict=True):
-            parts.draw_image(ax, image)
-            parts.hatch_patches(ax, image, patches)
+            drawing.draw_image(ax, image)
+            drawing.hatch_patches(ax, image, patches)
             share = f"{patches.mean():.0%} discarded"
             ax.set_xlabel(share, fontsize=7, labelpad=2)
     title = f"Patches that no expert takes\n{drawing.block_title(maps.block)}"
@@ -131,18 +122,15 @@ def discarded(maps):
 def patches(maps, experts=None):
     """Draw the patches of each expert with the largest weights, one row per expert.
 
-    Args:
-        maps: `RoutingMaps`.
-        experts: sequence of experts to show. The 8 that take most if `None`.
+    `experts` defaults to the 8 that take most.
     """
     found = maps.patches
     count = len(found.share)
     if experts is None:
         experts = np.argsort(-found.share, kind="stable")[:_MOST_EXPERTS].tolist()
-    experts = parts.chosen_experts(experts, count)
-    figure = drawing.new_figure(
-        1.2 + _SIDE * _MOST_PATCHES, 0.6 + (_SIDE + 0.2) * len(experts)
-    )
+    experts = drawing.chosen_experts(experts, count)
+    size = 1.2 + _SIDE * _MOST_PATCHES, 0.6 + (_SIDE + 0.2) * len(experts)
+    figure = drawing.new_figure(*size)
     axes = figure.subplots(len(experts), _MOST_PATCHES, squeeze=False)
     for row, expert in zip(axes, experts, strict=True):
         _write_beside(row[0], f"expert {expert}\n{100 * found.share[expert]:.1f}%")
@@ -160,15 +148,10 @@ def patches(maps, experts=None):
 
 
 def examples(maps, experts=None):
-    """Draw the patches and words of each expert with the highest probabilities.
-
-    Args:
-        maps: `RoutingMaps`.
-        experts: sequence of experts to show. All of them if `None`.
-    """
+    """Draw the patches and words of each expert with the highest probabilities."""
     found = maps.examples
     count = len(next(iter(found.share.values())))
-    experts = parts.chosen_experts(experts, count)
+    experts = drawing.chosen_experts(experts, count)
     # Widths in inches
     widths = {}
     if found.patches is not None:
@@ -178,11 +161,8 @@ def examples(maps, experts=None):
         widths["words"] = 1.05 * _WORDS_PER_LINE
         words = _readable(found.words)
     figure = drawing.new_figure(1.3 + sum(widths.values()), 0.5 + 0.72 * len(experts))
-    axes = figure.subplots(
-        *(len(experts), len(widths)),
-        squeeze=False,
-        width_ratios=list(widths.values()),
-    )
+    shape, inches = (len(experts), len(widths)), list(widths.values())
+    axes = figure.subplots(*shape, squeeze=False, width_ratios=inches)
     for row, expert in zip(axes, experts, strict=True):
         shares = (
             f"{_percent(share[expert])} of {'patches' if name == 'image' else 'text'}"
@@ -204,12 +184,7 @@ def examples(maps, experts=None):
 
 
 def pair(maps, index=0):
-    """Draw the patches and words of one pair that each expert takes.
-
-    Args:
-        maps: `RoutingMaps` of pairs.
-        index: int, the pair.
-    """
+    """Draw the patches and words of one pair that each expert takes."""
     image, patch_experts = maps.images[index], maps.main_experts[index]
     word_experts = maps.word_experts[index]
     (words,) = _readable([maps.words[index]])
@@ -217,17 +192,16 @@ def pair(maps, index=0):
     taking = {*patch_experts.ravel(), *word_experts}
     shown = [e for e in [*range(maps.num_experts), -1] if e in taking]
     figure, axes = drawing.panel_grid(1 + len(shown), 1.7, 2.35, _MOST_COLUMNS)
-    parts.draw_image(axes[0], image)
+    drawing.draw_image(axes[0], image)
     axes[0].set_title("image and caption", fontsize=9)
     _write_below(axes[0], _counted(words))
     for ax, expert in zip(axes[1:], shown, strict=True):
-        parts.draw_image(ax, _faded(image, patch_experts == expert))
+        drawing.draw_image(ax, _faded(image, patch_experts == expert))
         ax.set_title("dropped" if expert < 0 else f"expert {expert}", fontsize=9)
         taken = word_experts == expert
         _write_below(ax, _counted(np.extract(taken, words)))
-    figure.suptitle(
-        f"Experts of one pair, {drawing.block_title(maps.block)}", fontsize=11
-    )
+    title = f"Experts of one pair, {drawing.block_title(maps.block)}"
+    figure.suptitle(title, fontsize=11)
     return figure
 
 
@@ -237,13 +211,14 @@ def pair(maps, index=0):
 def _chosen_slots(dispatch, slots):
     """Return a list of `(expert, slot)`, checked."""
     num_experts, slots_per_expert = dispatch.shape[-2:]
+    chosen = slots
     if isinstance(slots, int):
         chosen = _most_different_slots(dispatch, slots)
-    else:
-        chosen = [(expert, slot) for expert, slot in slots]
-    inside = all(
+    chosen = [(expert, slot) for expert, slot in chosen]
+    inside = (
         e in range(num_experts) and c in range(slots_per_expert) for e, c in chosen
     )
+    inside = all(inside)
     if not chosen or not inside:
         raise ValueError(
             "`slots` must be a positive number of slots, or pairs (expert, slot) out "
@@ -282,21 +257,16 @@ def _most_different_slots(dispatch, count):
 
 def _draw_experts(ax, image, experts, clearness, colors):
     shown = np.concatenate([colors[experts], clearness[..., None]], axis=-1)
-    parts.draw_map(ax, image, shown)
-    parts.hatch_patches(ax, image, experts < 0)
+    drawing.draw_map(ax, image, shown)
+    drawing.hatch_patches(ax, image, experts < 0)
     rows, columns = experts.shape
     height, width = image.shape[0] / rows, image.shape[1] / columns
+    size = 48 / max(rows, columns, 6)
+    style = {"ha": "center", "va": "center_baseline", "fontsize": size}
     for (row, column), expert in np.ndenumerate(experts):
         if expert >= 0 and max(rows, columns) <= _MOST_NUMBERS:
-            ax.text(
-                (column + 0.5) * width,
-                (row + 0.5) * height,
-                str(expert),
-                ha="center",
-                va="center_baseline",
-                fontsize=48 / max(rows, columns, 6),
-                alpha=clearness[row, column],
-            )
+            place = (column + 0.5) * width, (row + 0.5) * height
+            ax.text(*place, str(expert), alpha=clearness[row, column], **style)
 
 
 def _draw_counts(ax, counts, clear, colors):
@@ -322,13 +292,11 @@ def _draw_counts(ax, counts, clear, colors):
 
 def _expert_colors(num_experts):
     """Return `(E, 3)` soft, distinct colours; more than 18 form a rainbow."""
+    colors = np.array(drawing.shades(num_experts, "turbo", 0, 1))
     if num_experts <= 18:
         # Without the two greys, the colour of dropped patches.
-        colors = np.delete(drawing.shades(20, "tab20", 0, 1), (14, 15), axis=0)[
-            :num_experts
-        ]
-    else:
-        colors = np.array(drawing.shades(num_experts, "turbo", 0, 1))
+        colors = np.delete(drawing.shades(20, "tab20", 0, 1), (14, 15), axis=0)
+        colors = colors[:num_experts]
     # Lighter, so that black numbers can be read on them.
     return 0.7 * colors[:, :3] + 0.3
 
@@ -370,19 +338,18 @@ def _faded(image, is_taken):
 
 def _draw_with_surroundings(ax, image):
     height, width = image.shape[0] // 3, image.shape[1] // 3
-    parts.draw_image(ax, np.nan_to_num(image))
-    values, blue = parts.covered(np.isnan(image).any(axis=-1), _OUTSIDE)
-    parts.draw_map(ax, image, values, cmap=blue)
-    frame = drawing.import_matplotlib().patches.Rectangle(
-        (width, height), width, height, fill=False, ec=drawing.PALETTE[1], lw=1.0
-    )
-    ax.add_patch(frame)
+    drawing.draw_image(ax, np.nan_to_num(image))
+    values, blue = drawing.covered(np.isnan(image).any(axis=-1), _OUTSIDE)
+    drawing.draw_map(ax, image, values, cmap=blue)
+    style = {"fill": False, "ec": drawing.PALETTE[1], "lw": 1.0}
+    frame = drawing.import_matplotlib().patches.Rectangle
+    ax.add_patch(frame((width, height), width, height, **style))
 
 
 def _draw_patches(ax, patches, probabilities):
     for index, patch in enumerate(patches):
         corner = ax.inset_axes((index * 1.1, 0, 1, 1), transform=ax.transData)
-        parts.draw_image(corner, patch)
+        drawing.draw_image(corner, patch)
         corner.spines[:].set_visible(False)
         corner.set_xlabel(_percent(probabilities[index]), fontsize=6, labelpad=1)
 
@@ -390,15 +357,10 @@ def _draw_patches(ax, patches, probabilities):
 def _write_words(ax, words, probabilities):
     for index, word in enumerate(words):
         line, column = divmod(index, _WORDS_PER_LINE)
+        place = column / _WORDS_PER_LINE, 1 - (line + 0.5) / _LINES
         word = textwrap.shorten(word, 12, placeholder="…")
-        ax.text(
-            column / _WORDS_PER_LINE,
-            1 - (line + 0.5) / _LINES,
-            f"{word} {_percent(probabilities[index])}",
-            fontsize=7,
-            va="center",
-            parse_math=False,
-        )
+        text = f"{word} {_percent(probabilities[index])}"
+        ax.text(*place, text, fontsize=7, va="center", parse_math=False)
     ax.set(xlim=(0, 1), ylim=(0, 1))
 
 

@@ -3,7 +3,6 @@
 import numpy as np
 
 from keras_softmoe import drawing
-from keras_softmoe.analysis.panel_parts import block_panels, chosen_experts
 from keras_softmoe.analysis.streaming import PADDING_TAG
 
 _PADDING_COLOR = drawing.PALETTE[4]
@@ -23,7 +22,7 @@ _ALPHA = 0.6
 def modality_load(blocks):
     """Draw the tokens of images and text that choose each expert."""
     matplotlib = drawing.import_matplotlib()
-    figure, panels = block_panels(blocks, 2.7, 2.0, sharey=True)
+    figure, panels = drawing.block_panels(blocks, 2.7, 2.0, sharey=True)
     top = max(max(sum(block.chosen.values())) for _, block in panels)
     handles = {}
     for ax, block in panels:
@@ -61,26 +60,15 @@ def confidence(blocks):
         for name, histogram in block.confidence_histogram.items():
             side = -_HALF_WIDTH if name == "text" else _HALF_WIDTH
             edges = np.linspace(0, 1, len(histogram) + 1)
-            ax.stairs(
-                place + side * histogram / histogram.max(),
-                edges,
-                baseline=place,
-                orientation="horizontal",
-                fill=True,
-                color=drawing.MODALITY_COLORS[name],
-                alpha=0.3,
-                lw=0,
-            )
+            style = {"fill": True, "alpha": 0.3, "lw": 0, "orientation": "horizontal"}
+            style |= {"color": drawing.MODALITY_COLORS[name], "baseline": place}
+            ax.stairs(place + side * histogram / histogram.max(), edges, **style)
     for name in modalities_of(blocks):
-        drawing.draw_means(
-            ax,
-            places + {"text": -0.04, "image": 0.04}[name],
-            [block.confidence_mean[name] for block in blocks],
-            [block.confidence_std[name] for block in blocks],
-            limits=(0, 1),
-            label=name,
-            **drawing.MODALITY_STYLES[name],
-        )
+        shift = {"text": -0.04, "image": 0.04}[name]
+        means = [block.confidence_mean[name] for block in blocks]
+        spreads = [block.confidence_std[name] for block in blocks]
+        style = {"label": name, **drawing.MODALITY_STYLES[name]}
+        drawing.draw_means(ax, places + shift, means, spreads, (0, 1), **style)
     even = [1 / len(block.padding) for block in blocks]
     style = {"colors": "0.3", "ls": ":", "lw": 1, "label": "1/E"}
     ax.hlines(even, places - 0.5, places + 0.5, **style)
@@ -96,16 +84,13 @@ def confidence(blocks):
 def coverage(blocks, share=0.9):
     """Draw the share of tokens whose first choice is among the most used experts.
 
-    Args:
-        blocks: list of `ModalityStatistics`.
-        share: float in `(0, 1]`. The legend has the number of experts for this share.
+    The legend has the number of experts for `share`, a float in `(0, 1]`.
     """
     modalities = modalities_of(blocks)
     # Shades, since distinct colours denote modalities.
     styles = drawing.line_styles([], drawing.shades(len(blocks)))
-    figure, axes = drawing.panel_grid(
-        len(modalities), 3.6, 2.8, sharex=True, sharey=True
-    )
+    shared = {"sharex": True, "sharey": True}
+    figure, axes = drawing.panel_grid(len(modalities), 3.6, 2.8, **shared)
     for ax, name in zip(axes, modalities, strict=True):
         for block, style in zip(blocks, styles, strict=True):
             shares = block.coverage[name]
@@ -117,12 +102,8 @@ def coverage(blocks, share=0.9):
         ax.axhline(share, color="0.35", ls="--", lw=1)
         ax.set_title(name, fontsize=9)
         drawing.whole_ticks(ax.xaxis)
-        ax.legend(
-            fontsize=7,
-            loc="lower right",
-            title=f"experts for {100 * share:g}%",
-            title_fontsize=7,
-        )
+        style = {"fontsize": 7, "title_fontsize": 7, "loc": "lower right"}
+        ax.legend(title=f"experts for {100 * share:g}%", **style)
         drawing.plain_axes(ax)
     axes[0].set(xlim=(0, most + 0.3), ylim=(0, 1.03))
     drawing.as_percentages(axes[0].yaxis)
@@ -133,7 +114,7 @@ def coverage(blocks, share=0.9):
 
 def words(blocks):
     """Draw the kinds of words of which the text of each expert consists."""
-    figure, panels = block_panels(blocks, 3.0, 2.2, sharey=True)
+    figure, panels = drawing.block_panels(blocks, 3.0, 2.2, sharey=True)
     tags = [tag for tag in blocks[0].words.tags if tag != PADDING_TAG]
     colors = dict(zip(tags, drawing.line_colors(tags), strict=True))
     colors[PADDING_TAG] = drawing.DROPPED
@@ -166,10 +147,8 @@ def words(blocks):
 def priorities(blocks, experts=None):
     """Draw the places of tokens in the queue for each expert.
 
-    Args:
-        blocks: list of `ModalityStatistics`.
-        experts: sequence of experts to show. If `None` all, up to eight: those that
-            most text tokens choose (patches, if there is no text).
+    `experts` defaults to up to eight: those that most text tokens choose (patches, if
+    there is no text).
     """
     count = max(len(block.padding) for block in blocks)
     if experts is None and count > _MOST_EXPERTS:
@@ -178,11 +157,10 @@ def priorities(blocks, experts=None):
         for block in blocks:
             chosen[: len(block.padding)] += block.routed[name] / block.num_tokens[name]
         experts = sorted(np.argsort(-chosen, kind="stable")[:_MOST_EXPERTS].tolist())
-    experts = chosen_experts(experts, count)
+    experts = drawing.chosen_experts(experts, count)
     figure = drawing.new_figure(2.2 + 1.35 * len(experts), 0.6 + 1.25 * len(blocks))
-    axes = figure.subplots(
-        len(blocks), len(experts), squeeze=False, sharex="row", sharey=True
-    )
+    shape = len(blocks), len(experts)
+    axes = figure.subplots(*shape, squeeze=False, sharex="row", sharey=True)
     handles = {}
     for row, block in zip(axes, blocks, strict=True):
         # Up to the last bin that is taken.
@@ -197,14 +175,10 @@ def priorities(blocks, experts=None):
             for name in modalities_of(blocks):
                 counts = block.queue[name][expert]
                 share = counts / (block.num_groups * block.queue_step)
-                handles[name] = ax.stairs(
-                    below + share,
-                    np.arange(len(counts) + 1) * block.queue_step,
-                    baseline=below,
-                    fill=True,
-                    color=drawing.MODALITY_COLORS[name],
-                    lw=0,
-                )
+                edges = np.arange(len(counts) + 1) * block.queue_step
+                style = {"fill": True, "lw": 0, "baseline": below}
+                style["color"] = drawing.MODALITY_COLORS[name]
+                handles[name] = ax.stairs(below + share, edges, **style)
                 below = below + share
             if with_capacity:
                 line = ax.axvline(block.capacity, color="black", ls="--", lw=1)
@@ -217,9 +191,8 @@ def priorities(blocks, experts=None):
     for ax, expert in zip(axes[0], experts, strict=True):
         ax.set_title(f"expert {expert}", fontsize=9)
     drawing.as_percentages(axes[0, 0].yaxis)
-    drawing.label_axes(
-        figure, "place in the queue", "groups with a token at this place"
-    )
+    with_token = "groups with a token at this place"
+    drawing.label_axes(figure, "place in the queue", with_token)
     drawing.legend_beside(figure, handles)
     return figure
 
@@ -227,15 +200,13 @@ def priorities(blocks, experts=None):
 def trajectories(blocks, least=0.02):
     """Draw the paths of tokens from the experts of one block to those of the next.
 
-    Args:
-        blocks: list of `ModalityStatistics` of consecutive blocks, two or more.
-        least: float, the smallest share of the tokens of a modality that is shown.
+    `least` is the smallest share of the tokens of a modality that is shown.
     """
     matplotlib = drawing.import_matplotlib()
     if len(blocks) < 2 or any(block.transitions is None for block in blocks[:-1]):
         raise ValueError(
             "Trajectories need two blocks or more, in their order. "
-            f"Received: statistics of the blocks {[b.block for b in blocks]}."
+            f"Received: the blocks {[b.block for b in blocks]}."
         )
     sizes = [len(block.padding) for block in blocks]
     size = 2.4 + 1.5 * (len(blocks) - 1), 0.6 + 0.42 * max(sizes)
@@ -257,15 +228,14 @@ def trajectories(blocks, least=0.02):
         for here, there in np.argwhere(share >= least):
             start, end = here + shift, there + shift
             # A Bézier curve with two points between its ends.
-            path = matplotlib.path.Path(
-                [
-                    (column, start),
-                    (column + 0.5, start),
-                    (column + 0.5, end),
-                    (column + 1, end),
-                ],
-                [1, 4, 4, 4],
-            )
+            middle = column + 0.5
+            points = [
+                (column, start),
+                (middle, start),
+                (middle, end),
+                (column + 1, end),
+            ]
+            path = matplotlib.path.Path(points, [1, 4, 4, 4])
             style = {"fill": False, "alpha": _ALPHA, "capstyle": "butt"}
             style["color"] = drawing.MODALITY_COLORS[name]
             style["lw"] = full_width * share[here, there]
@@ -273,19 +243,11 @@ def trajectories(blocks, least=0.02):
             reached |= {(column, int(here)), (column + 1, int(there))}
     for column, expert in ((c, e) for c, size in enumerate(sizes) for e in range(size)):
         is_reached = (column, expert) in reached
-        ax.text(
-            *(column, expert, str(expert)),
-            ha="center",
-            va="center_baseline",
-            fontsize=8,
-            color="black" if is_reached else "0.7",
-            bbox={
-                "boxstyle": "circle,pad=0.3",
-                "facecolor": "white",
-                "edgecolor": "0.2" if is_reached else "0.8",
-                "lw": 0.8,
-            },
-        )
+        box = {"boxstyle": "circle,pad=0.3", "facecolor": "white", "lw": 0.8}
+        box["edgecolor"] = "0.2" if is_reached else "0.8"
+        style = {"ha": "center", "va": "center_baseline", "fontsize": 8, "bbox": box}
+        style["color"] = "black" if is_reached else "0.7"
+        ax.text(column, expert, str(expert), **style)
     lines = {name: (drawing.MODALITY_COLORS[name], 3) for name in reversed(drawn)}
     lines |= {
         f"{100 * share:g}% of text\nor of patches": ("0.5", full_width * share)
@@ -296,9 +258,8 @@ def trajectories(blocks, least=0.02):
         for label, (color, width) in lines.items()
     }
     drawing.legend_beside(figure, handles)
-    ax.set_xticks(
-        range(len(blocks)), [drawing.block_title(block.block) for block in blocks]
-    )
+    titles = [drawing.block_title(block.block) for block in blocks]
+    ax.set_xticks(range(len(blocks)), titles)
     ax.tick_params(labelsize=9, length=0, top=False, labeltop=True, labelbottom=False)
     ax.set(xlim=(-0.35, len(blocks) - 0.65), ylim=(max(sizes) - 0.4, -0.6), yticks=[])
     ax.spines[:].set_visible(False)

@@ -5,7 +5,6 @@ from itertools import cycle
 import numpy as np
 
 from keras_softmoe import drawing
-from keras_softmoe.analysis.panel_parts import block_panels, draw_scale
 from keras_softmoe.checks import check_choice
 
 # For "dispatch" and "combine": colours of the bands, the parts of an average, its name.
@@ -50,11 +49,8 @@ def token_weights(blocks):
     ax.set_ylim(0, 1.03)
     drawing.as_percentages(ax.yaxis)
     drawing.plain_axes(ax)
-    drawing.label_axes(
-        ax,
-        "total dispatch weight of a token, over all slots",
-        "tokens with at least this weight",
-    )
+    total = "total dispatch weight of a token, over all slots"
+    drawing.label_axes(ax, total, "tokens with at least this weight")
     drawing.legend_beside(figure, {**drawing.labelled(ax), "mean": line})
     return figure
 
@@ -80,11 +76,8 @@ def contributions(blocks):
     drawing.format_ticks(ax.yaxis, lambda value: f"{value:.4g}×")
     drawing.whole_ticks(ax.xaxis)
     drawing.plain_axes(ax)
-    drawing.label_axes(
-        ax,
-        "experts, from the least important on",
-        "mean combine weight,\nrelative to the least",
-    )
+    relative = "mean combine weight,\nrelative to the least"
+    drawing.label_axes(ax, "experts, from the least important on", relative)
     drawing.legend_beside(figure, drawing.labelled(ax))
     return figure
 
@@ -92,12 +85,9 @@ def contributions(blocks):
 def tokens_per_slot(blocks, share=0.9):
     """Draw the cumulative dispatch weight of each slot.
 
-    Args:
-        blocks: list of `SoftStatistics`.
-        share: float over 0 and under 1. The slots that need the fewest and the most
-            tokens for it are in colour.
+    The slots that need the fewest and the most tokens for `share` are in colour.
     """
-    figure, panels = block_panels(blocks, 2.4, 2.2, sharey=True)
+    figure, panels = drawing.block_panels(blocks, 2.4, 2.2, sharey=True)
     for ax, block in panels:
         curves = block.slot_curves.reshape(-1, block.slot_curves.shape[-1])
         tokens = np.arange(curves.shape[1] + 1)
@@ -113,12 +103,8 @@ def tokens_per_slot(blocks, share=0.9):
             ax.plot(tokens, points[slot], color=color, lw=1.4, label=name)
         ax.plot([0, tokens[-1]], [0, 1], color="black", ls="--", lw=0.8)
         # Curves lie above the diagonal.
-        ax.legend(
-            loc="lower right",
-            fontsize=6.5,
-            title=f"tokens for {100 * share:g}%",
-            title_fontsize=6.5,
-        )
+        style = {"fontsize": 6.5, "title_fontsize": 6.5, "loc": "lower right"}
+        ax.legend(title=f"tokens for {100 * share:g}%", **style)
         ax.set(xlim=(0, tokens[-1]), ylim=(0, 1.03))
         drawing.whole_ticks(ax.xaxis, 6)
         drawing.plain_axes(ax, 7)
@@ -130,26 +116,22 @@ def tokens_per_slot(blocks, share=0.9):
 def concentration(blocks, weights="dispatch", levels=BANDS):
     """Draw the cumulative weight of averages, and the spread over all averages.
 
-    Args:
-        blocks: list of `SoftStatistics`.
-        weights: `"dispatch"` (slots as averages of tokens) or `"combine"` (outputs of
-            tokens as averages of slots).
-        levels: sequence of floats over 0 and at most 1, parts of the distribution.
+    `weights` is `"dispatch"` (slots as averages of tokens) or `"combine"` (outputs of
+    tokens as averages of slots), `levels` the parts of the distribution.
     """
     check_choice("weights", weights, tuple(_KINDS))
     colormap, counted, whole = _KINDS[weights]
     levels = sorted(levels)
     # From dark to light
     colors = drawing.shades(len(levels), colormap, 0.65, 0.15)
-    figure, panels = block_panels(blocks, 2.2, 2.0, sharey=True)
+    figure, panels = drawing.block_panels(blocks, 2.2, 2.0, sharey=True)
     handles = {}
     for ax, block in panels:
         found = getattr(block, weights)
         places = np.arange(len(found.mean) + 1)
         # The widest first, below the others.
-        for (low, high), level, color in list(
-            zip(found.bands(levels), levels, colors, strict=True)
-        )[::-1]:
+        bands = list(zip(found.bands(levels), levels, colors, strict=True))
+        for (low, high), level, color in reversed(bands):
             name = f"central {100 * level:g}%"
             low, high = np.pad(low, (1, 0)), np.pad(high, (1, 0))
             handles[name] = ax.fill_between(places, low, high, color=color, lw=0)
@@ -168,13 +150,19 @@ def concentration(blocks, weights="dispatch", levels=BANDS):
 
 def slot_correlation(blocks):
     """Draw the cosines between the parameters of the slots."""
-    figure, panels = block_panels(blocks, 2.6, 2.4)
+    figure, panels = drawing.block_panels(blocks, 2.6, 2.4)
     for ax, block in panels:
-        drawn = ax.imshow(
-            block.slot_cosines, cmap="RdBu_r", vmin=-1, vmax=1, interpolation="nearest"
-        )
-        ax.set_title(f"{ax.get_title()}\n{_mean_cosines(block)}", fontsize=8)
+        style = {"cmap": "RdBu_r", "interpolation": "nearest"}
+        drawn = ax.imshow(block.slot_cosines, vmin=-1, vmax=1, **style)
         experts, slots = block.slot_contribution.shape
+        means = {}
+        if slots > 1:
+            means["within experts"] = block.cosine_within_experts
+        if experts > 1:
+            means["between"] = block.cosine_between_experts
+        # Without the sign of a zero.
+        means = [f"{name} {round(x, 2) + 0.0:.2f}" for name, x in means.items()]
+        ax.set_title(f"{ax.get_title()}\n{', '.join(means)}", fontsize=8)
         if 1 < slots and experts <= _MOST_LINES:
             edges = np.arange(1, experts) * slots - 0.5
             style = {"color": "black", "lw": 0.3, "alpha": 0.5}
@@ -186,26 +174,13 @@ def slot_correlation(blocks):
         places = shown * slots + (slots - 1) / 2
         ax.set_xticks(places, shown, fontsize=7)
         ax.set_yticks(places, shown, fontsize=7)
-    drawing.label_axes(
-        figure, "expert (one row and column for each of its slots)", "expert"
-    )
-    draw_scale(figure, drawn, list(figure.axes), "cosine of slot parameters")
+    both = "expert (one row and column for each of its slots)"
+    drawing.label_axes(figure, both, "expert")
+    drawing.draw_scale(figure, drawn, list(figure.axes), "cosine of slot parameters")
     return figure
 
 
 def _lines(blocks):
     """Pair blocks with the colours and dashes of their lines."""
-    return zip(
-        blocks, drawing.line_colors([b.block for b in blocks]), cycle(drawing.DASHES)
-    )
-
-
-def _mean_cosines(block):
-    experts, slots = block.slot_contribution.shape
-    means = {}
-    if slots > 1:
-        means["within experts"] = block.cosine_within_experts
-    if experts > 1:
-        means["between"] = block.cosine_between_experts
-    # Without the sign of a zero.
-    return ", ".join(f"{name} {round(x, 2) + 0.0:.2f}" for name, x in means.items())
+    colors = drawing.line_colors([block.block for block in blocks])
+    return zip(blocks, colors, cycle(drawing.DASHES))

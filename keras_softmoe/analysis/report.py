@@ -8,6 +8,7 @@ from pathlib import Path
 
 from keras_softmoe import drawing
 from keras_softmoe.analysis.figures import FIGURES
+from keras_softmoe.checks import table
 from keras_softmoe.files import atomic_file, check_file
 
 # Part of `Routing` -> heading and text of its section.
@@ -132,33 +133,19 @@ def name_of(model):
 
 def text_of(routing):
     """Return the numbers of a `Routing` as text, a line for each block."""
-    header = ["block", "tokens", "dropped", "load", "demand", "experts used"]
-    rows = []
+    rows = [["block", "tokens", "dropped", "load", "demand", "experts used"]]
     for name, block in routing.blocks.items():
         wanted = block.demand_imbalance
-        rows.append(
-            [
-                name,
-                f"{block.num_tokens:,}",
-                f"{100 * block.dropped:.3g}%",
-                f"{block.imbalance:.2f}×",
-                "" if wanted is None else f"{wanted:.2f}×",
-                f"{block.experts_used} of {len(block.load)}",
-            ]
-        )
-    parts = [f"Routing of {routing.model}", _aligned(header, rows)]
+        wanted = "" if wanted is None else f"{wanted:.2f}×"
+        used = f"{block.experts_used} of {len(block.load)}"
+        dropped = f"{100 * block.dropped:.3g}%", f"{block.imbalance:.2f}×"
+        rows.append([str(name), f"{block.num_tokens:,}", *dropped, wanted, used])
+    parts = [f"Routing of {routing.model}", table(rows, left=0)]
     parts.append("load, demand: largest over mean, with and without limits of capacity")
     if routing.soft:
-        header = ["block", "dispatch sharpness", "combine sharpness"]
-        rows = [
-            [name, f"{s.dispatch_sharpness:.2f}×", f"{s.combine_sharpness:.2f}×"]
-            for name, s in routing.soft.items()
-        ]
-        parts.append(_aligned(header, rows))
+        rows = [["block", "dispatch sharpness", "combine sharpness"]]
+        for name, s in routing.soft.items():
+            peaks = s.dispatch_sharpness, s.combine_sharpness
+            rows.append([str(name), *(f"{peak:.2f}×" for peak in peaks)])
+        parts.append(table(rows, left=0))
     return "\n".join(parts)
-
-
-def _aligned(header, rows):
-    rows = [[str(cell) for cell in row] for row in [header, *rows]]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.rjust, row, widths)).rstrip() for row in rows)

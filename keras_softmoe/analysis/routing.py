@@ -1,28 +1,22 @@
-"""`analyze`: statistics of all routers of a model, from one pass over data."""
+"""`analyze`: statistics of all routers from one pass, and in the logs of training."""
 
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import keras
+import numpy as np
 from numpy.typing import ArrayLike
 
+from keras_softmoe.analysis import streaming
 from keras_softmoe.analysis.blocks import BlockReducer, check_labels
 from keras_softmoe.analysis.figures import FIGURES, draw
 from keras_softmoe.analysis.maps import ExampleReducer, MapReducer, PatchReducer
 from keras_softmoe.analysis.modalities import ModalityReducer, WordReducer
 from keras_softmoe.analysis.report import name_of, text_of, write_report
 from keras_softmoe.analysis.soft import SoftReducer
-from keras_softmoe.analysis.streaming import (
-    backbone_of,
-    chooses,
-    is_limoe,
-    observe,
-    pairs_of,
-    routers_of,
-    tokens_per_input,
-)
 from keras_softmoe.checks import check_choice, check_whole_numbers
 from keras_softmoe.evaluation.sweeps import keep_settings
 from keras_softmoe.types import Data, Figure, Texts
@@ -30,8 +24,6 @@ from keras_softmoe.types import Data, Figure, Texts
 
 class Routing(NamedTuple):
     """The routing of a model on some data, see `analyze`.
-
-    Printed, it is a table with a line for each block.
 
     Attributes:
         blocks: dict from each MoE block, as `observe` names it, to `BlockStatistics`.
@@ -74,15 +66,8 @@ class Routing(NamedTuple):
                 the first of them for a figure of one block.
             **options: the options of the figure, see the table of figures.
 
-        Returns:
-            `matplotlib.figure.Figure`.
-
         Raises:
             ValueError: if the figure does not apply, or a block is missing.
-
-        Examples:
-            >>> routing = ksm.analysis.analyze(sparse, images, num_pictures=2)
-            >>> figure = routing.plot("experts", blocks=[3])
         """
         check_choice("figure", figure, self.figures)
         found = self._drawable(figure)
@@ -106,18 +91,12 @@ class Routing(NamedTuple):
         """Write a page with all figures: one HTML file, which needs no other.
 
         Args:
-            path: str or path of the file. Its directory is made. An older file is
-                replaced when the page is complete.
-            title: str, heading of the page. "How ... routes" if `None`, with the name
-                or class of the model.
+            path: str or path of the file, which is replaced when the page is complete.
+            title: str, heading of the page. By default with the name of the model.
             class_names: optional sequence of str, names of the classes.
 
         Returns:
             `pathlib.Path` of the file.
-
-        Examples:
-            >>> routing = ksm.analysis.analyze(sparse, images, labels)
-            >>> routing.save("report.html")
         """
         return write_report(self, path, title, class_names)
 
@@ -144,10 +123,8 @@ def analyze(
 
     All that applies to the model is counted: the load of experts, their work by place
     and class, the weights of soft routers, images and text of a LIMoE. Memory does not
-    grow with the data.
-
-    Images and captions that are given together compete for slots, as in training.
-    Either of them alone has the capacity that the router gives one modality.
+    grow with the data. Images and captions that are given together compete for slots,
+    as in training; either alone has the capacity for one modality.
 
     Args:
         model: as in `observe`.
@@ -156,26 +133,20 @@ def analyze(
         labels: optional `(N,)` int array, classes of the images, counted from 0.
         captions: for a LIMoE, `N` str or `(N, sequence_length)` ints, or `None` for
             images alone.
-        tagger: for a LIMoE, callable from a list of words to a list of their tags. With
-            NLTK, after downloading its data:
-            `lambda words: [tag for _, tag in nltk.pos_tag(words, tagset="universal")]`.
+        tagger: for a LIMoE, callable from a list of words to a list of their tags, such
+            as `lambda words: [tag for _, tag in nltk.pos_tag(words)]`.
         num_pictures: int, how many of the first images or pairs (at most one batch) are
             kept with their routing, and shown patch by patch.
-        capacity_factors: sequence of floats. The kept images are routed again at each
-            of these capacities, to show the discarded patches.
-        batch_size: int, inputs of an array at a time. Pairs are rounded up to whole
-            groups.
+        capacity_factors: sequence of floats, of capacities at which the kept images are
+            routed again, to show the discarded patches.
+        batch_size: int, inputs of an array at a time, of pairs whole groups.
         preprocessor: callable applied to each batch. By default a task's own; without
             one, images in `[-1, 1]` and token ids are expected.
         verbose: 0 for silence, 1 for a progress bar, 2 for one line.
 
-    Returns:
-        `Routing`.
-
     Raises:
-        ValueError: if the model is dense or not built, the data are empty or do not
-            fit it, images and labels or captions differ in number, or an argument does
-            not apply to the model.
+        ValueError: if the model is dense or not built, or the data or an argument do
+            not fit it.
 
     Source: V-MoE, section 5 and appendices D and E; Soft MoE, section 3.6 and
     appendices B, E, H and I; LIMoE, appendices B.2, E.4, F and G.
@@ -185,19 +156,20 @@ def analyze(
         >>> {block: s.imbalance for block, s in routing.blocks.items()}
         >>> routing.soft[3].dispatch.needed(0.9)  # of 64 tokens
         >>> figure = routing.plot("tokens_per_slot")
+        >>> routing.save("report.html")
     """
     check_whole_numbers(0, num_pictures=num_pictures)
-    backbone, _ = backbone_of(model, preprocessor)
-    routers = routers_of(backbone)
+    backbone, _ = streaming.backbone_of(model, preprocessor)
+    routers = streaming.routers_of(backbone)
     if labels is not None and hasattr(data, "shape"):
         check_labels(len(data), labels)
-    pairs = pairs_of(model, data, captions, preprocessor)
+    pairs = streaming.pairs_of(model, data, captions, preprocessor)
     if capacity_factors:
         _check_has_capacity(backbone, routers, num_pictures)
     reducers = _reducers(backbone, routers, labels, tagger, num_pictures, pairs)
     run = list(reducers.values())
     if pairs is None:
-        results = observe(model, data, run, batch_size, preprocessor, verbose)
+        results = streaming.observe(model, data, run, batch_size, preprocessor, verbose)
     else:
         results = pairs.observe(run, batch_size, verbose)
     found = dict(zip(reducers, results, strict=True))
@@ -215,10 +187,8 @@ def analyze(
 
 def _reducers(backbone, routers, labels, tagger, num_pictures, pairs):
     """Return a dict of the reducers that apply, by the parts of the result."""
-    reducers = {
-        "blocks": BlockReducer(backbone, routers, labels),
-        "soft": SoftReducer(routers),
-    }
+    blocks = BlockReducer(backbone, routers, labels)
+    reducers = {"blocks": blocks, "soft": SoftReducer(routers)}
     if pairs is not None and pairs.tokens_choose:
         reducers["modalities"] = ModalityReducer(pairs)
     if tagger is not None:
@@ -229,8 +199,8 @@ def _reducers(backbone, routers, labels, tagger, num_pictures, pairs):
             )
         reducers["words"] = WordReducer(pairs, tagger)
     if num_pictures:
-        has_patches = hasattr(backbone, "patch_grid") and tokens_per_input(backbone)
-        if pairs is None and not has_patches:
+        has_patches = hasattr(backbone, "patch_grid")
+        if pairs is None and not (has_patches and streaming.tokens_per_input(backbone)):
             raise ValueError(
                 "`num_pictures` needs a `ViTMoEBackbone` with images or a "
                 "`LIMoEBackbone` with arrays of images and captions. Received: "
@@ -238,7 +208,7 @@ def _reducers(backbone, routers, labels, tagger, num_pictures, pairs):
             )
         reducers["maps"] = MapReducer(backbone, num_pictures, pairs)
         if pairs is None:
-            choosing = [block for block, router in routers.items() if chooses(router)]
+            choosing = [b for b, router in routers.items() if streaming.chooses(router)]
             reducers["patches"] = PatchReducer(backbone, choosing)
         elif pairs.tokens_choose:
             reducers["examples"] = ExampleReducer(pairs)
@@ -246,7 +216,7 @@ def _reducers(backbone, routers, labels, tagger, num_pictures, pairs):
 
 
 def _check_has_capacity(backbone, routers, num_pictures):
-    if not num_pictures or is_limoe(backbone):
+    if not num_pictures or streaming.is_limoe(backbone):
         raise ValueError(
             "`capacity_factors` needs `num_pictures` and a `ViTMoEBackbone`. Received: "
             f"num_pictures={num_pictures} with {type(backbone).__name__}."
@@ -268,8 +238,127 @@ def _add_discarded(maps, backbone, capacity_factors):
             # Not `capacity_factor`, which `eval_capacity_factor` may replace.
             backbone.set_routing(eval_capacity_factor=factor)
             reducers = [MapReducer(backbone, len(images))]
-            (found,) = observe(backbone, [images], reducers, verbose=0)
+            (found,) = streaming.observe(backbone, [images], reducers, verbose=0)
             for block, at_factor in found.items():
                 discarded[block][factor] = at_factor.main_experts < 0
     for block, found in discarded.items():
         maps[block] = maps[block]._replace(discarded=found)
+
+
+class RoutingMonitor(keras.callbacks.Callback):
+    """Callback that adds the routing of some data to the logs of each epoch.
+
+    For each MoE block by its name in `analysis.observe`: `dispatch_sharpness_BLOCK` and
+    `combine_sharpness_BLOCK` of a soft router, 1 if it does not route; `dropped_BLOCK`,
+    `imbalance_BLOCK` and `demand_imbalance_BLOCK` of the others. For a LIMoE whose
+    tokens choose experts, `usage` is measured, too.
+
+    Args:
+        data: as in `analysis.observe`; a few hundred inputs are enough. `None` for the
+            text of a LIMoE alone.
+        captions: for a LIMoE, `N` str or `(N, sequence_length)` ints.
+        every: int, steps between measurements of the usage; `None` for each epoch.
+        last: int, how many of the last measurements of the usage are averaged.
+        batch_size: int, inputs of an array at a time.
+        preprocessor: as in `analysis.observe`.
+
+    Raises:
+        ValueError: if the model has no routers or an argument does not fit it.
+
+    Source: Soft MoE, appendix E (figures 13 and 14); LIMoE, appendix E.4.
+
+    Examples:
+        >>> monitor = ksm.analysis.RoutingMonitor(scenes, captions, every=1)
+        >>> limoe.fit(scenes, captions, epochs=1, callbacks=[monitor])
+        >>> used = monitor.usage("text")
+        >>> pruned = ksm.models.prune_experts(limoe, used, num_experts=4)
+    """
+
+    def __init__(
+        self,
+        data: Data = None,
+        captions: Texts | None = None,
+        every: int | None = None,
+        last: int = 50,
+        batch_size: int = 64,
+        preprocessor: Callable | None = None,
+    ):
+        super().__init__()
+        check_whole_numbers(1, last=last)
+        if every is not None:
+            check_whole_numbers(1, every=every)
+        self.data, self.captions = data, captions
+        self.every, self.last = every, last
+        self.batch_size = batch_size
+        self.preprocessor = preprocessor
+        self._shares = deque(maxlen=last)
+
+    def usage(self, modality: str | None) -> dict:
+        """Return the mean share of a modality's tokens that each expert processes.
+
+        `modality` is `"image"` or `"text"`. Returns a dict from the index of each MoE
+        block to an `(E,)` float64 array.
+        """
+        blocks = self._shares[0] if self._shares else {}
+        measured = next(iter(blocks.values()), {})
+        if modality not in measured:
+            raise ValueError(
+                "There is a usage of modalities that were measured in a training: "
+                f"{list(measured)}. Received: modality={modality!r}."
+            )
+        return {
+            block: np.mean([shares[block][modality] for shares in self._shares], axis=0)
+            for block in blocks
+        }
+
+    def on_train_begin(self, logs=None):
+        self._shares.clear()
+        self._steps = 0
+        # Fail before training starts.
+        if self.model.built:
+            self._analyzed()
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._batches = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        # With several steps in an execution `batch` is the last of them.
+        before, self._steps = self._steps, self._steps + batch + 1 - self._batches
+        self._batches = batch + 1
+        if self.every and before // self.every != self._steps // self.every:
+            self._note_usage(self._analyzed().modalities)
+
+    def on_epoch_end(self, epoch, logs=None):
+        routing = self._analyzed()
+        if self.every is None:
+            self._note_usage(routing.modalities)
+        if logs is None:
+            return
+        for block, statistics in routing.soft.items():
+            logs[f"dispatch_sharpness_{block}"] = statistics.dispatch_sharpness
+            logs[f"combine_sharpness_{block}"] = statistics.combine_sharpness
+        for block, statistics in routing.blocks.items():
+            if block not in routing.soft:
+                logs[f"dropped_{block}"] = statistics.dropped
+                logs[f"imbalance_{block}"] = statistics.imbalance
+                if statistics.demand is not None:
+                    logs[f"demand_imbalance_{block}"] = statistics.demand_imbalance
+
+    def _analyzed(self):
+        return analyze(
+            self.model,
+            self.data,
+            captions=self.captions,
+            batch_size=self.batch_size,
+            preprocessor=self.preprocessor,
+            verbose=0,
+        )
+
+    def _note_usage(self, modalities):
+        if modalities:
+            self._shares.append(
+                {
+                    block: {m: s.assigned[m] / s.num_tokens[m] for m in s.num_tokens}
+                    for block, s in modalities.items()
+                }
+            )

@@ -26,7 +26,7 @@ class Concentration(NamedTuple):
         mean: `(N,)` float64 array, entry `n - 1` the mean sum of the `n` largest
             weights, which all together are one.
         counts: `(N, 1000)` int64 array: how often the sum of the `n` largest weights
-            fell into each bin of equal width between 0 and 1 (1 belongs to the last).
+            fell into each bin of equal width between 0 and 1.
     """
 
     mean: np.ndarray
@@ -35,40 +35,36 @@ class Concentration(NamedTuple):
     def bands(self, levels=BANDS):
         """Return the ends of the central parts of the distribution.
 
-        Args:
-            levels: sequence of `L` floats over 0 and at most 1, the shares of the
-                averages that a band holds: half of the others are below, half above.
-
-        Returns:
-            `(L, 2, N)` float64 array, the lower and upper ends of the bands.
-
-        Source: Soft MoE, appendix H (figures 26 and 27).
+        `levels` are `L` floats over 0 and at most 1, the shares of the averages that a
+        band holds: half of the others are below, half above. Returns `(L, 2, N)`, the
+        lower and upper ends. Source: Soft MoE, appendix H (figures 26 and 27).
         """
         levels = np.asarray(levels, "float64")
         if levels.ndim != 1 or np.any((levels <= 0) | (levels > 1)):
             raise ValueError(
-                "`levels` must be shares over 0 and at most 1, such as (0.6, 0.9). "
+                "`levels` must be shares over 0 and at most 1. "
                 f"Received: levels={levels.tolist()}."
             )
         ends = np.stack([1 - levels, 1 + levels], axis=-1).ravel() / 2
-        bands = [_quantiles(counts, ends) for counts in self.counts]
+        bands = []
+        for counts in self.counts:
+            above = np.cumsum(counts)
+            # Never the empty bins before the first value.
+            wanted = np.maximum(ends * above[-1], 1e-9)
+            found = np.searchsorted(above, wanted)
+            within = 1 - (above[found] - wanted) / counts[found]
+            bands.append((found + within) / NUM_BINS)
         return np.array(bands).T.reshape(len(levels), 2, -1)
 
     def needed(self, share=0.9, part=0.5):
         """Return the number of weights that hold a share in a part of the averages.
 
-        Args:
-            share: float over 0 and under 1.
-            part: float over 0 and at most 1, 0.5 for the median of the averages.
-
-        Returns:
-            int.
+        `part` is a float over 0 and at most 1, 0.5 for the median of the averages.
         """
         check_numbers(over=0, under=1, share=share)
         if not 0 < part <= 1:
             raise ValueError(
-                "`part` must be a share of the averages, over 0 and at most 1. "
-                f"Received: part={part}."
+                f"`part` must be over 0 and at most 1. Received: part={part}."
             )
         # The last bin ends at one, which all weights together reach.
         first = min(round(share * NUM_BINS), NUM_BINS - 1)
@@ -86,17 +82,14 @@ class SoftStatistics(NamedTuple):
         num_groups: int.
         num_tokens: int, tokens in all groups together.
         token_weight_counts: `(bins,)` int64 array: how often a token's dispatch weight,
-            summed over all slots, fell between two `token_weight_edges`. Its mean is
-            `E * C / S`.
+            summed over all slots, fell between two `token_weight_edges`.
         slot_contribution: `(E, C)` float64 array, the mean combine weight of each slot.
-            Its sum is one.
         slot_curves: `(E, C, S)` float64 array, entry `n - 1` the sum of the `n` largest
             dispatch weights of a slot, averaged over groups.
         dispatch: `Concentration` of the dispatch weights of all slots in all groups.
         combine: `Concentration` of the combine weights of all tokens.
         slot_directions: `(E * C, D)` float32 array, the parameters of the slots, scaled
-            to length 1, slot `c` of expert `e` at `e * C + c`. `None` for a block that
-            mixes uniformly.
+            to length 1, or `None` for a block that mixes uniformly.
 
     Examples:
         >>> block = ksm.analysis.analyze(soft, images).soft[3]
@@ -182,9 +175,6 @@ class SoftStatistics(NamedTuple):
     def tokens_above(self, weight: float) -> float:
         """Return the share of tokens whose total dispatch weight is at least `weight`.
 
-        Args:
-            weight: float over 0. Between two edges of bins the count is interpolated.
-
         Source: Soft MoE, appendix H (figure 24, left).
         """
         check_numbers(over=0, weight=weight)
@@ -194,13 +184,7 @@ class SoftStatistics(NamedTuple):
         return float(np.interp(weight, TOKEN_WEIGHT_EDGES, above)) / self.num_tokens
 
     def tokens_needed(self, share: float = 0.9) -> np.ndarray:
-        """Return the number of tokens that make up a share of each slot, on average.
-
-        Args:
-            share: float over 0 and under 1.
-
-        Returns:
-            `(E, C)` int array.
+        """Return the `(E, C)` numbers of tokens that make up a share of each slot.
 
         Source: Soft MoE, appendix H (figure 24, right).
         """
@@ -217,18 +201,12 @@ class SoftStatistics(NamedTuple):
         return float(self.slot_cosines[pairs].mean(dtype="float64"))
 
 
-# === Running sums ===
-
-
 class SoftReducer:
     """Reducer to a dict from each block with a soft router to its `SoftStatistics`."""
 
     def __init__(self, routers):
-        self._soft = {
-            name: router
-            for name, router in routers.items()
-            if isinstance(router, SoftRouter)
-        }
+        soft = ((n, r) for n, r in routers.items() if isinstance(r, SoftRouter))
+        self._soft = dict(soft)
         self._sums = {}
 
     def update(self, name, decision, inputs):
@@ -236,10 +214,7 @@ class SoftReducer:
             self._sums.setdefault(name, _Sums()).add(*decision)
 
     def result(self):
-        return {
-            name: sums.statistics(name, self._soft[name])
-            for name, sums in self._sums.items()
-        }
+        return {n: sums.statistics(n, self._soft[n]) for n, sums in self._sums.items()}
 
 
 class _Sums:
@@ -338,13 +313,3 @@ class ConcentrationTotal:
     def concentration(self):
         """Return the `Concentration` of all averages."""
         return Concentration(self.curves.mean(axis=0), self.counts)
-
-
-def _quantiles(counts, parts):
-    """Return quantiles of values that are counted in bins from 0 to 1."""
-    above = np.cumsum(counts)
-    # Never the empty bins before the first value.
-    wanted = np.maximum(parts * above[-1], 1e-9)
-    found = np.searchsorted(above, wanted)
-    within = 1 - (above[found] - wanted) / counts[found]
-    return (found + within) / NUM_BINS

@@ -33,10 +33,7 @@ class Reducer(Protocol):
     """
 
     def update(self, name: int | str, decision: Decision, inputs: Any) -> None:
-        """Add the decision of one router about one batch.
-
-        Routers come in the order of their calls. Keep sums instead of decisions, so
-        that memory does not grow with the data.
+        """Add the decision of one router about one batch; keep sums, not decisions.
 
         Args:
             name: int or str, the block, see `observe`.
@@ -59,16 +56,12 @@ def observe(
 ) -> tuple:
     """Send data through a model once, and show each routing decision to reducers.
 
-    One batch and the decisions about it are held at a time, so memory does not grow
-    with the data.
-
     Args:
         model: any built `keras.Model` with `layers.MoE` or `layers.SoftMoE`. It is
             called as `model(batch, training=False)`; of a task the backbone.
         data: an array of inputs, such as `(N, height, width, channels)` images; a dict
-            of arrays; or an iterable of batches (a `tf.data.Dataset`,
-            `keras.utils.PyDataset`, PyTorch `DataLoader`, generator) of inputs or of
-            tuples that begin with them.
+            of arrays; or an iterable of batches of inputs or of tuples that begin with
+            them (a `tf.data.Dataset`, PyTorch `DataLoader`, generator).
         reducers: sequence of `Reducer`, which share the pass.
         batch_size: int, inputs of an array at a time.
         preprocessor: callable applied to each batch. By default a task's own for
@@ -80,17 +73,14 @@ def observe(
         key in `model.routers`, such as its index, or by the name of its MoE layer.
 
     Raises:
-        ValueError: if the model has no routers or is not built, or the data are empty
-            or do not fit it.
+        ValueError: if the model has no routers or is not built, or the data do not fit.
 
     Examples:
         >>> class Groups:
-        ...     def __init__(self):
-        ...         self.count = {}
+        ...     count = 0
         ...
         ...     def update(self, name, decision, inputs):
-        ...         groups = len(decision.summary["valid"])
-        ...         self.count[name] = self.count.get(name, 0) + groups
+        ...         self.count += len(decision.summary["valid"])
         ...
         ...     def result(self):
         ...         return self.count
@@ -111,8 +101,7 @@ def observe(
 def stream(model, routers, batches, reducers, count=None, verbose=1):
     """Call a model on batches, update reducers, and return the number of batches.
 
-    `routers` is a dict from blocks to the routers whose decisions are shown, `count`
-    the number of batches, `None` if it is not known.
+    `routers` is a dict from blocks to routers, `count` the number of batches or `None`.
     """
     # Several routers may have the same path.
     names = {id(router): name for name, router in routers.items()}
@@ -138,11 +127,7 @@ def stream(model, routers, batches, reducers, count=None, verbose=1):
 
 
 def routers_of(model):
-    """Return the routers of a model by the names of their blocks.
-
-    Raises:
-        ValueError: if there are none, or the model is not built.
-    """
+    """Return the routers of a model by the names of their blocks."""
     if not model.built:
         raise ValueError(
             "The model must be built: call it once on data. Received: "
@@ -154,8 +139,7 @@ def routers_of(model):
     if not routers:
         raise ValueError(
             "Only the routing of this library's MoE layers, `MoE` and `SoftMoE`, is "
-            f"recorded. Received: {type(model).__name__}, which is dense or has "
-            "experts of another library. `ksm.converters.add_experts` replaces MLPs."
+            f"recorded. Received: a {type(model).__name__} without any."
         )
     return routers
 
@@ -170,9 +154,9 @@ def _by_name(routers):
             if len(parts) > 1 and parts[-1] == own:
                 parts.pop()
         name = unique = "/".join(parts)
-        number = 1
-        while unique in named:
-            number += 1
+        for number in itertools.count(2):
+            if unique not in named:
+                break
             unique = f"{name} ({number})"
         named[unique] = router
     return named
@@ -220,9 +204,8 @@ def prepared(backbone, images, preprocessor):
         images = preprocessor(images)
     elif "int" in keras.backend.standardize_dtype(images.dtype):
         raise ValueError(
-            "Integer images need a preprocessor, such as a preset's "
-            "`ViTMoEImageConverter`, or a task in place of its backbone. Received: "
-            f"images of dtype={images.dtype}, preprocessor=None."
+            "Integer images need a preprocessor, or a task in place of its backbone. "
+            f"Received: images of dtype={images.dtype}, preprocessor=None."
         )
     images = ops.convert_to_numpy(images).astype("float32")
     if images.shape[1:] != backbone.image_shape or not len(images):
@@ -287,10 +270,7 @@ def pairs_of(model, images, captions, preprocessor):
 
 
 class Pairs:
-    """Images and captions (or one of them alone) and the LIMoE that routes them.
-
-    The arguments are those of `analyze`.
-    """
+    """Images and captions (or one of them alone) and the LIMoE that routes them."""
 
     def __init__(self, model, images, captions, preprocessor):
         self.backbone, self.preprocessor = backbone_of(model, preprocessor)
@@ -300,15 +280,13 @@ class Pairs:
                 f"{type(self.backbone).__name__}."
             )
         self.routers = routers_of(self.backbone)
-        counts = {len(x) for x in (images, captions) if x is not None}
+        given = {"images": images, "captions": captions}
+        given = {name: len(x) for name, x in given.items() if x is not None}
+        counts = set(given.values())
         if len(counts) != 1 or 0 in counts:
-            found = (
-                "none" if x is None else f"{len(x)} {name}"
-                for name, x in (("images", images), ("captions", captions))
-            )
             raise ValueError(
                 "Images and captions must be equal in number, one or more; `None` "
-                f"leaves one of them out. Received: {', '.join(found)}."
+                f"leaves one of them out. Received: {given or None}."
             )
         (self.num_pairs,) = counts
         self.images, self.captions = images, captions
@@ -323,10 +301,7 @@ class Pairs:
             self.tokens_of["text"] = self.backbone.sequence_length
 
     def observe(self, reducers, batch_size, verbose):
-        """Route all pairs in one pass and return the results of reducers, a tuple.
-
-        As `analysis.observe`, but `batch_size` is rounded up to whole groups.
-        """
+        """Route all pairs in one pass and return the results of reducers, a tuple."""
         group = self.backbone.group_images or 1
         batch_size = -(-batch_size // group) * group
         starts = range(0, self.num_pairs, batch_size)
@@ -345,10 +320,7 @@ class Pairs:
         return (inputs, None) if "image" in self.tokens_of else (None, inputs)
 
     def modality_masks(self, valid, inputs):
-        """Return masks of the tokens of each modality, a dict, and of padding.
-
-        All are `(G, S)` bool arrays. Tokens that are not valid are in none of them.
-        """
+        """Return `(G, S)` masks of valid tokens: a dict by modality, and of padding."""
         # A group is one pair after the other, the image's tokens first.
         modality = np.repeat(list(self.tokens_of), list(self.tokens_of.values()))
         modality = np.tile(modality, valid.shape[1] // len(modality))
@@ -382,8 +354,7 @@ class Pairs:
             if token_ids.dtype.kind not in "iu":
                 if self.preprocessor is None:
                     raise ValueError(
-                        "Captions in words need a preprocessor: pass the task in place "
-                        "of its backbone. Received: captions of type "
+                        "Captions in words need a preprocessor, or a task. Received: "
                         f"{type(self.captions).__name__}, preprocessor=None."
                     )
                 token_ids = self.preprocessor.tokenize(self.captions[rows])

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import keras
 
 from keras_softmoe.keras_adapter.layers import flatten_layers, without_values
-from keras_softmoe.keras_adapter.products import counted_products
-from keras_softmoe.keras_adapter.surgery import call_symbolically
+from keras_softmoe.keras_adapter.surgery import call_symbolically, counted_products
 from keras_softmoe.layers import MLP, Experts
 from keras_softmoe.layers.attention import Attention
 from keras_softmoe.layers.template import Templates
@@ -17,13 +16,7 @@ from keras_softmoe.layers.template_experts import TemplateExperts
 
 
 class Weight(NamedTuple):
-    """A weight of a model.
-
-    Attributes:
-        path: str, for example `"block_1/moe/router/kernel"`.
-        numbers: int, its size.
-        dtype: str.
-    """
+    """A weight: its path (`"block_1/moe/router/kernel"`), size and dtype."""
 
     path: str
     numbers: int
@@ -36,12 +29,7 @@ class Weight(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Weights of a model, and matrix products of a batch.
-
-    Attributes:
-        weights: list of `Weight`.
-        products: int, multiply-adds in the matrix products of a forward pass.
-    """
+    """Weights of a model, and multiply-adds in the matrix products of a batch."""
 
     weights: list
     products: int
@@ -55,9 +43,7 @@ class Counts(NamedTuple):
 def count(settings, batch_size: int | None = None) -> Counts:
     """Count the weights and products of an encoder with its embeddings and pooling.
 
-    Args:
-        settings: `ViT`, `TextTower` or `LIMoE`.
-        batch_size: int or `None`, images or pairs of the batch. Defaults to a group.
+    `settings` is a `ViT`, `TextTower` or `LIMoE`; `batch_size` defaults to a group.
     """
     # One block of each kind: there may be a hundred.
     kinds = {}
@@ -101,12 +87,8 @@ def count_products(call, layers, inputs, times=None) -> int:
 
     Products that go through Keras are counted where they are computed. Attention, MLPs
     and experts use functions of the backend, and are counted by shapes instead.
-
-    Args:
-        call: callable, or `keras.Layer`.
-        layers: the layers that it calls.
-        inputs: `keras.KerasTensor` of known sizes, or a structure of them.
-        times: optional dict from ids of layers to how often they count.
+    `inputs` are (structures of) `keras.KerasTensor`, `layers` those that `call` calls,
+    and `times` is a dict from their ids to how often they count.
     """
     with without_values(), counted_products() as products:
 

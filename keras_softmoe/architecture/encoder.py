@@ -12,6 +12,7 @@ from keras_softmoe import checks
 from keras_softmoe.architecture.settings import Settings, record
 from keras_softmoe.keras_adapter.layers import flatten_layers
 from keras_softmoe.layers import MLP, EncoderBlock, MoE
+from keras_softmoe.layers.attention import LayerNormalization
 from keras_softmoe.layers.pooling import AttentionPooling
 from keras_softmoe.routers import Router
 from keras_softmoe.types import DType
@@ -62,13 +63,8 @@ class Encoder(Mixture):
 
     def __post_init__(self):
         super().__post_init__()
-        checks.check_whole_numbers(
-            1,
-            num_layers=self.num_layers,
-            num_heads=self.num_heads,
-            hidden_dim=self.hidden_dim,
-            mlp_dim=self.mlp_dim,
-        )
+        names = ("num_layers", "num_heads", "hidden_dim", "mlp_dim")
+        checks.check_whole_numbers(1, **{name: getattr(self, name) for name in names})
         checks.check_num_heads(self.num_heads, self.hidden_dim)
         if self.expert_mlp_dim is not None:
             checks.check_whole_numbers(1, expert_mlp_dim=self.expert_mlp_dim)
@@ -129,10 +125,7 @@ class Encoder(Mixture):
 
 
 class EncoderLayers:
-    """The blocks `block_0`, ... of an `Encoder` and `encoder_norm`, not built.
-
-    `block` is the class of the blocks.
-    """
+    """The blocks `block_0`, ... of an `Encoder` and `encoder_norm`, not built."""
 
     def __init__(self, settings, block=EncoderBlock):
         routers, self.blocks = settings.routers, []
@@ -156,10 +149,8 @@ class EncoderLayers:
                     name=f"block_{index}",
                 )
             )
-        self.norm = keras.layers.LayerNormalization(
-            epsilon=settings.layer_norm_epsilon,
-            dtype=settings.dtype,
-            name="encoder_norm",
+        self.norm = LayerNormalization(
+            settings.layer_norm_epsilon, dtype=settings.dtype, name="encoder_norm"
         )
 
     def __call__(self, tokens, training=None, mask=None):
@@ -191,7 +182,7 @@ def _block_indices(moe_layers, num_layers):
     ):
         raise ValueError(
             f"`moe_layers` must be block indices from 0 to {num_layers - 1}, each at "
-            f"most once. Received: moe_layers={checks.quote(moe_layers)}, "
-            f"num_layers={num_layers}."
+            "most once. "
+            + checks.received(moe_layers=moe_layers, num_layers=num_layers)
         )
     return tuple(sorted(indices))

@@ -2,16 +2,9 @@
 
 import keras
 
+from keras_softmoe.architecture import towers
 from keras_softmoe.architecture.encoder import Encoder, EncoderLayers
 from keras_softmoe.architecture.settings import Settings, record
-from keras_softmoe.architecture.towers import (
-    Image,
-    Text,
-    TextTower,
-    ViT,
-    patch_embedding,
-    token_embedding,
-)
 from keras_softmoe.checks import check_choice, check_whole_numbers
 from keras_softmoe.layers import PositionEmbedding
 from keras_softmoe.layers.limoe_block import LIMoEBlock
@@ -22,7 +15,7 @@ MODALITIES = ("image", "text")
 
 
 @record
-class LIMoE(Encoder, Text, Image):
+class LIMoE(Encoder, towers.Text, towers.Image):
     """Settings of a `models.LIMoEBackbone`."""
 
     backbone = "LIMoEBackbone"
@@ -66,8 +59,8 @@ class PairLayers:
             limoe.patch_grid, dtype=dtype, name="image_position_embedding"
         )
         self.embedding = {
-            "image": [patch_embedding(limoe), position],
-            "text": [token_embedding(limoe)],
+            "image": [towers.patch_embedding(limoe), position],
+            "text": [towers.token_embedding(limoe)],
         }
         self.encoder = EncoderLayers(limoe, LIMoEBlock)
         self.attention_pooling = {
@@ -89,12 +82,7 @@ class PairLayers:
     def encode(self, inputs, training=None):
         """Map images, token ids or both to tokens and masks.
 
-        Args:
-            inputs: dict from `"image"` and `"text"` to their inputs.
-            training: bool or `None`.
-
-        Returns:
-            Two dicts, from modalities to `(B, S, D)` tokens, and to masks of these.
+        `inputs` and both results are dicts from `"image"` and `"text"`.
         """
         tokens, masks = {}, {}
         for modality, x in inputs.items():
@@ -125,8 +113,8 @@ class TwoTowers(Settings):
 
     backbone = "TwoTowerBackbone"
 
-    image_backbone: ViT
-    text_backbone: TextTower
+    image_backbone: towers.ViT
+    text_backbone: towers.TextTower
     image_projection_dim: int | None = None
     text_projection_dim: int | None = None
     freeze_image: bool = False
@@ -146,8 +134,7 @@ class TwoTowers(Settings):
         if image != text:
             raise ValueError(
                 "Embeddings of images and text must have one width to be compared. "
-                f"Received: {image} for images, {text} for text. Set "
-                f"`text_projection_dim={image}`, or `image_projection_dim`."
+                f"Received: {image} for images, {text} for text."
             )
 
     @property

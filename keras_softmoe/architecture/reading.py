@@ -21,12 +21,8 @@ _OF_MODELS = ("name", "trainable")
 def read(kind: str, config: Mapping) -> Settings:
     """Return the record of a serialized backbone. No model is built.
 
-    Args:
-        kind: str, registered name of its class, one of `BY_NAME`.
-        config: dict of its arguments, with routers or serialized ones.
-
-    Raises:
-        ValueError: if an argument is unknown, missing or not accepted.
+    `kind` is the registered name of its class, one of `BY_NAME`, and `config` a dict of
+    its arguments, with routers or serialized ones.
     """
     config = {name: x for name, x in config.items() if name not in _OF_MODELS}
     cls = BY_NAME[kind]
@@ -40,11 +36,7 @@ def read(kind: str, config: Mapping) -> Settings:
 
 
 def revive_router(router: Any) -> Router | list | None:
-    """Return a router of its serialized form; routers and `None` are returned as is.
-
-    Raises:
-        ValueError: if it cannot be made.
-    """
+    """Return a router of its serialized form; routers and `None` are returned as is."""
     if router is None or isinstance(router, Router):
         return router
     if isinstance(router, list | tuple):

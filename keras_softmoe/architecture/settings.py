@@ -15,10 +15,7 @@ class Settings:
     """Base class of records whose fields are the settings of a backbone.
 
     A field has the name and the default of the argument of the backbone, and a record
-    refuses values that do not go together.
-
-    Attributes:
-        backbone: str, the name of the class that has these arguments.
+    refuses values that do not go together. `backbone` is the name of its class.
     """
 
     backbone: ClassVar[str]
@@ -28,23 +25,16 @@ class Settings:
 
     @classmethod
     def names(cls) -> dict[str, Any]:
-        """Return the defaults of all settings, `dataclasses.MISSING` if there is none.
-
-        Required settings come first.
-        """
+        """Return the defaults of all settings, or `dataclasses.MISSING`."""
         found = {field.name: field.default for field in dataclasses.fields(cls)}
+        # Required settings come first.
         return dict(
-            sorted(found.items(), key=lambda item: item[1] is not dataclasses.MISSING)
+            sorted(found.items(), key=lambda x: x[1] is not dataclasses.MISSING)
         )
 
     @classmethod
     def of(cls, settings: Mapping) -> Self:
-        """Make the record of a dict of settings.
-
-        Raises:
-            ValueError: if a setting is unknown or missing (the message offers the
-                nearest name), or its value is not accepted.
-        """
+        """Make the record of a dict of settings."""
         accepted = cls.names()
         required = [n for n, x in accepted.items() if x is dataclasses.MISSING]
         missing = [name for name in required if name not in settings]
@@ -62,13 +52,9 @@ class Settings:
 
     @classmethod
     def of_arguments(cls, scope: Mapping) -> Self:
-        """Make the record from the `locals()` of a constructor.
-
-        Other names in the scope are ignored.
-        """
-        return cls(
-            **{field.name: scope[field.name] for field in dataclasses.fields(cls)}
-        )
+        """Make the record from the `locals()` of a constructor."""
+        names = (field.name for field in dataclasses.fields(cls))
+        return cls(**{name: scope[name] for name in names})
 
     def flat(self) -> dict[str, Any]:
         """Return all settings as a dict, in the order of `names`."""

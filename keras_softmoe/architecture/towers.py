@@ -59,13 +59,12 @@ class ViT(Encoder, Image):
 
     def __post_init__(self):
         super().__post_init__()
-        checks.check_choice("pooling", self.pooling, POOLINGS)
-        checks.check_choice(
-            "position_embedding", self.position_embedding, embedding.POSITION_EMBEDDINGS
-        )
-        checks.check_choice(
-            "position_resampling", self.position_resampling, RESAMPLINGS
-        )
+        for name, accepted in (
+            ("pooling", POOLINGS),
+            ("position_embedding", embedding.POSITION_EMBEDDINGS),
+            ("position_resampling", RESAMPLINGS),
+        ):
+            checks.check_choice(name, getattr(self, name), accepted)
         checks.check_whole_numbers(0, num_registers=self.num_registers)
         if self.representation_dim is not None:
             checks.check_whole_numbers(1, representation_dim=self.representation_dim)
@@ -104,11 +103,9 @@ class ImageLayers:
             )
             first.append(position)
         if vit.num_registers:
+            arguments = {"dtype": dtype, "name": "registers"}
             number = vit.num_registers
-            registers = embedding.Registers(
-                number, has_class_token, dtype=dtype, name="registers"
-            )
-            first.append(registers)
+            first.append(embedding.Registers(number, has_class_token, **arguments))
         self.embedding = first
         self.encoder = EncoderLayers(vit)
         self.attention_pooling = self.pre_logits = None
@@ -131,12 +128,9 @@ class ImageLayers:
 
     def pool(self, tokens):
         """Map `(B, S, D)` tokens to the pooled output."""
-        vector = pool(
-            tokens,
-            self.vit.pooling,
-            self.attention_pooling,
-            num_registers=self.vit.num_registers,
-        )
+        registers = self.vit.num_registers
+        pooling, attention = self.vit.pooling, self.attention_pooling
+        vector = pool(tokens, pooling, attention, num_registers=registers)
         return vector if self.pre_logits is None else self.pre_logits(vector)
 
     def __call__(self, images):

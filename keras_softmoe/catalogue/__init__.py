@@ -1,14 +1,5 @@
-"""Catalogue of presets: architectures as data, and directories with weights.
+"""Catalogue of presets: architectures as data, and directories with weights."""
 
-`papers` has the tables of the papers, `unreleased` converts them to rows, `released`
-has released checkpoints, `preset_files` writes a row as a directory, `cards` its model
-card, `lookup` finds a name.
-"""
-
-from keras_softmoe.catalogue.cards import (
-    front_matter as front_matter,
-    without_front_matter as without_front_matter,
-)
 from keras_softmoe.catalogue.lookup import (
     CONFIG_FILE as CONFIG_FILE,
     METADATA_FILE as METADATA_FILE,
@@ -25,5 +16,9 @@ from keras_softmoe.catalogue.lookup import (
     read_metadata as read_metadata,
     rows as rows,
     write as write,
+)
+from keras_softmoe.catalogue.preset_files import (
+    front_matter as front_matter,
+    without_front_matter as without_front_matter,
 )
 from keras_softmoe.catalogue.row import moe_blocks as moe_blocks

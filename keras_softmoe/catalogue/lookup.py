@@ -53,11 +53,9 @@ class Preset(NamedTuple):
         source: str, paper and section, or the training script.
         licence: str, licence of the weights.
         parameters: int, parameters of the backbone.
-        path: `pathlib.Path` of the directory of a trained preset. `None` for others,
-            for which `presets.write` creates one.
+        path: `pathlib.Path` of the directory of a trained preset, or `None`.
         checkpoint: str or `None`, source of a convertible preset's weights.
-        accuracy: dict from data set to accuracy, from 0 to 1, published or measured
-            here; see the card.
+        accuracy: dict from data set to accuracy, from 0 to 1, published or measured.
         image_size: `(height, width)` of the images. Others are resized.
 
     Examples:
@@ -88,12 +86,6 @@ def names(
             for architectures. `None` for both.
         image_size: int, height and width of the images in pixels.
 
-    Returns:
-        list of str.
-
-    Raises:
-        ValueError: if an argument is not among the accepted values.
-
     Examples:
         >>> "vit_base_patch16_224" in ksm.presets.names()
         True
@@ -123,12 +115,8 @@ def describe(name: str) -> Preset:
     Args:
         name: str, one of `names()`.
 
-    Returns:
-        `Preset`.
-
     Raises:
-        ValueError: if the name is unknown (the message offers the nearest ones) or its
-            metadata is damaged.
+        ValueError: if the name is unknown (the message offers the nearest ones).
 
     Examples:
         >>> ksm.presets.describe("vmoe_small_patch32_last2_32e_224").kind
@@ -151,28 +139,24 @@ def describe(name: str) -> Preset:
 def write(name: str, directory: str | os.PathLike) -> str:
     """Write a preset without weights as a directory in KerasHub's format.
 
-    `from_preset(name, load_weights=False)` does not need it, but KerasHub's classes and
-    tools do. The directory has the configuration, the image preprocessing and a model
-    card.
+    KerasHub's classes and tools need it, `from_preset` does not. The directory has the
+    configuration, the image preprocessing and a model card.
 
     Args:
         name: str, the name of a preset of the kind `"architecture"` or `"convertible"`.
         directory: str or path, created if it does not exist. In a preset directory
             files of the same names are replaced; all others are kept.
 
-    Returns:
-        str, `directory`.
+    Returns `directory` as a str.
 
     Raises:
         ValueError: if the name is unknown, the preset has a directory already, or the
-            directory cannot be written (also an `OSError`): the path is a file or a
-            device, or files of something other than a preset would be replaced.
+            directory cannot be written (also an `OSError`).
 
     Examples:
         >>> ksm.presets.write("vit_base_patch16_224", "my_vit")
-        >>> model = ksm.models.ViTMoEBackbone.from_preset(
-        ...     "my_vit", load_weights=False, num_layers=1
-        ... )
+        >>> options = {"load_weights": False, "num_layers": 1}
+        >>> model = ksm.models.ViTMoEBackbone.from_preset("my_vit", **options)
     """
     path = _directory(name)
     if path is not None:
@@ -183,9 +167,6 @@ def write(name: str, directory: str | os.PathLike) -> str:
         for file, text in preset_files.preset_files(rows()[name]).items():
             (new / file).write_text(text, encoding="utf-8")
     return str(directory)
-
-
-# === For other modules ===
 
 
 @functools.cache
@@ -208,18 +189,7 @@ def is_handle(preset):
 
 
 def find_directory(preset):
-    """Return the directory of a preset, checked to be one of this library.
-
-    Args:
-        preset: str or path: a name of the catalogue or a directory.
-
-    Returns:
-        `pathlib.Path`, or `None` for a row, which has no directory.
-
-    Raises:
-        ValueError: if the name is unknown, or the directory is not a preset of this
-            library.
-    """
+    """Return the directory of a name or path, `None` for a row, which has none."""
     path = Path(preset)
     restore_interrupted(path)
     # A directory of the user has precedence, as in KerasHub.
@@ -231,22 +201,14 @@ def find_directory(preset):
 
 
 def read_config(preset):
-    """Return class and arguments of a preset's backbone. No model is built.
+    """Return class and arguments of a preset's backbone, for `from_config`.
 
-    Args:
-        preset: str or path: a name of the catalogue or a directory.
-
-    Returns:
-        Registered name of the class (`"keras_softmoe>ViTMoEBackbone"`) and the dict of
-        its arguments for `from_config`, with a router or a serialized one.
-
-    Raises:
-        ValueError: as in `find_directory`, or for a handle.
+    No model is built. The router among the arguments may be a serialized one.
     """
     if is_handle(preset):
         raise ValueError(
             "The configuration of a preset is read by name or from a directory on this "
-            f"machine. Received: preset={str(preset)!r}. Load it, then pass the model."
+            f"machine. Received: preset={str(preset)!r}."
         )
     path = find_directory(preset)
     if path is None:
@@ -273,11 +235,7 @@ def has_task(preset):
 
 @contextlib.contextmanager
 def explain_errors(preset):
-    """Add the name of the preset to errors while its files are read.
-
-    Args:
-        preset: `pathlib.Path` of its directory, or str, its name or handle.
-    """
+    """Add the name or the path of a preset to errors while its files are read."""
     where = f"in '{preset}'" if isinstance(preset, Path) else repr(preset)
     try:
         yield
@@ -297,8 +255,8 @@ def explain_errors(preset):
             raise
         raise ValueError(
             f"The preset {where} cannot be read: a file is damaged, truncated, could "
-            "not be fetched, or belongs to another model. Restore it, save it or fetch "
-            f"it again. Reason: {type(error).__name__}: {message}"
+            "not be fetched, or belongs to another model. Reason: "
+            f"{type(error).__name__}: {message}"
         ) from error
 
 
@@ -344,8 +302,7 @@ def _read_config_file(path):
     file = path / CONFIG_FILE
     if not file.is_file():
         raise ValueError(
-            f"The directory '{path}' is not a preset: it has no {CONFIG_FILE}. Save "
-            "one with `model.save_to_preset(directory)`."
+            f"The directory '{path}' is not a preset: it has no {CONFIG_FILE}."
         )
     _check_files(path)
     with explain_errors(path):
@@ -354,7 +311,7 @@ def _read_config_file(path):
     if not str(name).startswith("keras_softmoe>"):
         raise ValueError(
             f"The preset in '{path}' is not one of keras_softmoe: its {CONFIG_FILE} "
-            f"was made for {quote(name)}. Load it with the library it belongs to."
+            f"was made for {quote(name)}."
         )
     return saved
 
@@ -370,11 +327,11 @@ def _check_files(path):
             if not file.is_file() and os.path.lexists(file):
                 raise ValueError(
                     f"The preset in '{path}' is damaged: '{file.name}' is no file, or "
-                    "a link to nothing. Restore it or save the preset again."
+                    "a link to nothing."
                 )
             if file.suffix == ".json" and file.stat().st_size > _MAX_TEXT_BYTES:
                 raise ValueError(
                     f"The preset in '{path}' is damaged: '{file.name}' has "
                     f"{file.stat().st_size:,} bytes, and no configuration has more "
-                    f"than {_MAX_TEXT_BYTES:,}. Restore it or save the preset again."
+                    f"than {_MAX_TEXT_BYTES:,}."
                 )

@@ -3,16 +3,8 @@
 import functools
 
 from keras_softmoe import routers
+from keras_softmoe.catalogue import row
 from keras_softmoe.catalogue.papers import SIZES, VMOE_SIZES
-from keras_softmoe.catalogue.row import (
-    Release,
-    Row,
-    experts,
-    placed,
-    preset_name,
-    template,
-    vit,
-)
 from keras_softmoe.ops.capacity import RELEASED
 
 _SIZES = {**SIZES, "Ti": ("tiny", 192, 12, 3, 768)}
@@ -69,8 +61,8 @@ def released():
 
 def _augreg():
     for model, (address, fine_tuned) in _AUGREG.items():
-        yield Row(
-            preset_name("vit", _SIZES, model) + "_augreg_imagenet21k",
+        yield row.Row(
+            row.preset_name("vit", _SIZES, model) + "_augreg_imagenet21k",
             f"ViT-{model} of AugReg",
             "",
             "Steiner et al. 2021 (How to train your ViT?); "
@@ -81,7 +73,7 @@ def _augreg():
                 "representation_dim": None,
             },
             note=_AUGREG_NOTE.format(fine_tuned),
-            release=Release(
+            release=row.Release(
                 f"gs://vit_models/augreg/{model.replace('/', '_')}-i21k-300ep-lr_0.001-"
                 f"{address}-do_0.0-sd_0.0.npz",
                 _IMAGENET_21K_CLASSES,
@@ -161,27 +153,27 @@ def _vmoe_model(
     notes=(),
 ):
     arguments = _arguments(VMOE_SIZES, model, image_size)
-    layers, where = placed(arguments["num_layers"], placement)
+    layers, where = row.placed(arguments["num_layers"], placement)
     is_fine_tuned = image_size == 384
     notes = [_NO_CROP_NOTE if is_fine_tuned else _CROP_NOTE, *notes]
     if accuracy:
         settings = f"Settings: vmoe/configs/vmoe_paper/vmoe_{address}.py."
         notes = [_RUNS_NOTE, settings, *notes]
-    name = preset_name(
+    name = row.preset_name(
         "vmoe", VMOE_SIZES, model, placement, "8e", image_size=image_size
     )
-    return Row(
+    return row.Row(
         f"{name}_{mark}",
         f"V-MoE-{model}",
         f"8 experts in {where}, K = 2",
         "google-research/vmoe, README (released checkpoints)",
         {
             **arguments,
-            **experts(layers, 8),
+            **row.experts(layers, 8),
             "representation_dim": representation_dim,
             "dispatch_dtype": "bfloat16",
         },
-        template(
+        row.template(
             routers.SoftmaxTokenChoiceRouter,
             8,
             num_selected_experts=2,
@@ -189,7 +181,7 @@ def _vmoe_model(
             **RELEASED,
         ),
         note="\n\n".join(notes),
-        release=Release(
+        release=row.Release(
             f"gs://vmoe_checkpoints/vmoe_{address}",
             num_classes,
             training,
@@ -200,5 +192,5 @@ def _vmoe_model(
 
 
 def _arguments(sizes, model, image_size):
-    arguments = vit(sizes, model, image_size)
+    arguments = row.vit(sizes, model, image_size)
     return {**arguments, "patch_size": (arguments["patch_size"],) * 2}

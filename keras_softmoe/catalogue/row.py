@@ -15,12 +15,8 @@ IMAGE_SIZE = 224
 class Release:
     """Checkpoint with the weights of a classifier.
 
-    Attributes:
-        checkpoint: str, its address: a URL of one file, or the common part of several.
-        num_classes: int, classes of its head.
-        training: str, data and length of its training.
-        accuracy: dict from data set to published accuracy, from 0 to 1.
-        crop: bool, whether images are cropped to squares before they are resized.
+    `checkpoint` is a URL of one file, or the common part of several, `accuracy` a dict
+    from data set to published accuracy, and `crop`: images are cropped to squares.
     """
 
     checkpoint: str
@@ -32,34 +28,24 @@ class Release:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Row:
-    """Model whose weights were never released, or are downloaded.
-
-    Attributes:
-        name: str, of the preset.
-        title: str, the paper's name for it.
-        experts: str, number and placement of experts; empty for a dense model.
-        source: str, paper and section or table.
-        arguments: dict, arguments of the backbone other than its router.
-        router: callable that returns the router, `None` for a dense model.
-        twin: str, name of the preset of its dense twin, or `None`.
-        published: dict, the paper's figures, or `None`.
-        settings: list of dicts, settings of the paper's trainings, or `None`.
-        note: str, further remarks, or `None`.
-        release: `Release` with its weights, or `None`.
-        kind: class of its record in `architecture`.
-    """
+    """Model whose weights were never released, or are downloaded."""
 
     name: str
+    # The paper's name, number and placement of experts, paper and section or table
     title: str
     experts: str
     source: str
+    # Of the backbone, other than its router; callable that returns the router
     arguments: dict
     router: Callable | None = None
+    # Name of the preset of the dense twin
     twin: str | None = None
+    # The paper's figures, and settings of its trainings
     published: dict | None = None
     settings: list | None = None
     note: str | None = None
     release: Release | None = None
+    # Class of the record in `architecture`
     kind: type = ViT
 
     def architecture(self) -> Settings:
@@ -78,12 +64,8 @@ class Row:
 def preset_name(family, sizes, model, *marks, image_size=IMAGE_SIZE):
     """Return a preset's name, such as `vit_base_patch16_224` for `"B/16"`.
 
-    Args:
-        family: str, its beginning.
-        sizes: dict from the paper's letters to sizes, of which the first is a word.
-        model: str, size and patch as the papers write them.
-        *marks: str, the part between patch and image size. Empty ones are left out.
-        image_size: int, in pixels.
+    `sizes` is a dict from the paper's letters to sizes, of which the first is a word.
+    Empty `marks`, the part between patch and image size, are left out.
     """
     letter, patch = model.split("/")
     parts = [family, sizes[letter][0], f"patch{patch}", *filter(None, marks)]
@@ -113,9 +95,6 @@ def template(router, num_experts, **settings):
     return functools.partial(router, num_experts, name="router", **settings)
 
 
-# === Placement of experts ===
-
-
 def moe_blocks(num_layers: int, every: int = 1, last: int | None = None) -> tuple:
     """Return the indices of the blocks with experts, as in the papers.
 
@@ -130,16 +109,8 @@ def moe_blocks(num_layers: int, every: int = 1, last: int | None = None) -> tupl
 
     Args:
         num_layers: int, number of encoder blocks.
-        every: int, distance between mixtures of experts, from 1 (all blocks) to
-            `num_layers`.
-        last: int or `None`, number of those blocks to keep, counted from the end.
-            `None` keeps all.
-
-    Returns:
-        tuple of ints for `moe_layers`, ascending.
-
-    Raises:
-        ValueError: if an argument is not among the accepted values.
+        every: int, distance between mixtures of experts, from 1 to `num_layers`.
+        last: int or `None` (all), number of those blocks to keep, from the end.
 
     Source: V-MoE, section 3.1 and appendix E.1 (blocks 21 and 23 of 24); Soft MoE,
     sections 2.1 and 3.4. Numbered as in V-MoE's released code.
@@ -170,9 +141,7 @@ def _check(num_layers, argument, value, largest=None):
 def placed(num_layers, placement):
     """Return the blocks of one of V-MoE's placements of experts, and its description.
 
-    Args:
-        num_layers: int, number of blocks.
-        placement: str: `"every2"`, or `"last2"` for the last two of these blocks.
+    `placement` is `"every2"`, or `"last2"` for the last two of these blocks.
     """
     if placement == "every2":
         return moe_blocks(num_layers, every=2), "every second block"

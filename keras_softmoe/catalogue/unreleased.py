@@ -2,12 +2,8 @@
 
 Models that differ only in settings of a loaded model (experts per token, capacity,
 images per group) are one entry with a list of settings, of which the first is the
-entry's own. V-MoE's table names its models by the experts per token: there, each row is
-an entry.
-
-Routers have the default's number of slots, the nearest whole one: it reproduces the
-training FLOPs of V-MoE table 8 and Soft MoE table 10. Models of the released code
-round as that does.
+entry's own; in V-MoE's table each row is an entry. Routers have the nearest whole
+number of slots, which reproduces the FLOPs of V-MoE table 8 and Soft MoE table 10.
 """
 
 import functools
@@ -30,13 +26,8 @@ from keras_softmoe.ops.capacity import RELEASED
 
 def unreleased():
     """Return a list of `Row` of all these models."""
-    return [
-        *_vmoe(),
-        *_soft_moe(),
-        *_soft_moe_baselines(),
-        *_router_study(),
-        *_limoe(),
-    ]
+    families = _vmoe, _soft_moe, _soft_moe_baselines, _router_study, _limoe
+    return [row for rows in families for row in rows()]
 
 
 # === V-MoE ===
@@ -150,13 +141,9 @@ def _soft_moe_baselines():
         router = functools.partial(template, routers.SoftmaxExpertChoiceRouter)
         yield _baseline("expert_choice", model, num_experts, router, settings)
     for (model, num_experts), rows in papers.TOKEN_CHOICE.items():
+        names = ("row", "group_images", "num_selected_experts", "capacity_factor")
         settings = [
-            {
-                "row": row,
-                "group_images": 8,
-                "num_selected_experts": k,
-                "capacity_factor": factor,
-            }
+            dict(zip(names, (row, 8, k, factor), strict=True))
             for row, (k, factor) in rows.items()
         ]
         router = functools.partial(

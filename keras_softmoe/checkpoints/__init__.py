@@ -1,8 +1,4 @@
-"""Readers of files of other libraries: released checkpoints and their settings.
-
-This module handles arrays, their names and shapes, and no models.
-`models/conversion.py` creates models from them.
-"""
+"""Readers of files of other libraries: arrays, names and shapes, and no models."""
 
 from keras_softmoe.checkpoints.checkpoint import (
     Checkpoint as Checkpoint,

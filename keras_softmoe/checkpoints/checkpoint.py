@@ -22,13 +22,7 @@ class CheckpointError(ValueError):
 
 
 class LazyArray(NamedTuple):
-    """Array that is not read yet.
-
-    Attributes:
-        shape: tuple of int.
-        dtype: `np.dtype`.
-        read: callable without arguments that returns the array.
-    """
+    """Array that is not read yet; `read` is a callable that returns it."""
 
     shape: tuple
     dtype: np.dtype
@@ -63,10 +57,8 @@ class Checkpoint(collections.abc.Mapping):
     @property
     def nbytes(self) -> int:
         """Size of all arrays together, in bytes."""
-        return sum(
-            math.prod(array.shape) * array.dtype.itemsize
-            for array in self._arrays.values()
-        )
+        arrays = self._arrays.values()
+        return sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
 
     def below(self, prefix: str) -> "Checkpoint":
         """Return the arrays whose names begin with `prefix`, without the prefix."""
@@ -100,15 +92,8 @@ class Checkpoint(collections.abc.Mapping):
 def open_file(path, kind):
     """Open a file on this machine, with errors that name it.
 
-    Args:
-        path: str.
-        kind: str, noun for errors, such as "an .npz file".
-
-    Yields:
-        A binary file, and its size in bytes.
-
-    Raises:
-        CheckpointError: for any error in the scope.
+    Yields a binary file and its size; `kind` is a noun, such as "an .npz file". Any
+    error in the scope becomes a `CheckpointError`.
     """
     try:
         # Reading a pipe or a device could block forever.
@@ -125,5 +110,5 @@ def open_file(path, kind):
             reason = f"{type(error).__name__}: {reason}"
         raise CheckpointError(
             f"'{path}' cannot be read as {kind}: it is missing, damaged, truncated, or "
-            f"something else; fetch it again. Reason: {reason}."
+            f"something else. Reason: {reason}."
         ) from error

@@ -1,8 +1,4 @@
-"""Copies of checkpoints on the web and in public buckets.
-
-`gs://bucket/name` is read as `https://storage.googleapis.com/bucket/name`: since
-version 2.20 TensorFlow's reader of buckets is a separate package.
-"""
+"""Copies of checkpoints on the web and in public buckets."""
 
 import contextlib
 import hashlib
@@ -28,11 +24,7 @@ _PATIENCE = 10.0
 
 
 def web_address(path):
-    """Return the URL of a path on the web, or `None`.
-
-    Args:
-        path: str. Those with `gs://`, `https://` and `http://` are on the web.
-    """
+    """Return the URL of a path on the web (`gs://` or `https://`), or `None`."""
     if path.startswith("gs://"):
         return _BUCKETS + path.removeprefix("gs://")
     return path if path.startswith(("https://", "http://")) else None
@@ -47,9 +39,6 @@ def local_copy(prefix):
     """Return the prefix of a checkpoint on this machine, downloaded once if needed.
 
     Copies are kept in `keras_softmoe/checkpoints/` below the directory of Keras.
-
-    Args:
-        prefix: str, the prefix, path or URL.
     """
     if web_address(prefix) is None:
         return prefix.removeprefix("file://")
@@ -60,21 +49,10 @@ def local_copy(prefix):
 
 
 def download_checkpoint(prefix, folder, verbose=1, keep=False):
-    """Copy the files of a checkpoint into a folder.
+    """Copy the files of a checkpoint into a folder, and return their prefix there.
 
-    Args:
-        prefix: str, the common part of the files, for example `gs://bucket/name`, or a
-            single `.npz` or `.safetensors` file. Public buckets are read over HTTPS.
-        folder: str or path of a directory.
-        verbose: 0 or 1, whether to show progress bars.
-        keep: bool, whether files that are there already are kept.
-
-    Returns:
-        str, the prefix of the copies.
-
-    Raises:
-        CheckpointError: (a `ValueError`) if a file cannot be read, or the index is
-            damaged.
+    `prefix` is the common part of the files, for example `gs://bucket/name`, or a
+    single `.npz` or `.safetensors` file. With `keep` existing files are kept.
     """
     copy = str(Path(folder, prefix.rpartition("/")[2]))
     if is_one_file(prefix):

@@ -10,8 +10,7 @@ from pathlib import Path
 from keras_softmoe.checkpoints.checkpoint import Checkpoint, CheckpointError
 from keras_softmoe.checkpoints.downloads import local_copy
 from keras_softmoe.checkpoints.npz import read_vit_checkpoint
-from keras_softmoe.checkpoints.safetensors import read_safetensors
-from keras_softmoe.checkpoints.torch_names import read_torch_names
+from keras_softmoe.checkpoints.safetensors import read_safetensors, read_torch_names
 from keras_softmoe.checkpoints.vmoe import read_sharded
 
 CONFIG_FILE = "config.json"
@@ -37,17 +36,15 @@ def read_checkpoint(source: str | os.PathLike) -> Checkpoint:
 
     Returns:
         `Mapping` from name to NumPy array, with the attributes `shapes` and `dtypes`
-        (dicts by name, known without reading the arrays). Nothing is cached. Arrays of
-        bfloat16 have the dtype `ml_dtypes.bfloat16`.
+        (dicts by name, known without reading the arrays). Arrays of bfloat16 have the
+        dtype `ml_dtypes.bfloat16`.
 
     Raises:
-        CheckpointError: (a `ValueError`) if a file is missing, damaged, cannot be
-            fetched, or does not fit the others. Later, if an array can no longer be
-            read.
+        CheckpointError: (a `ValueError`) if a file is missing, damaged, or cannot be
+            fetched. Later, if an array can no longer be read.
 
     Source: V-MoE's released code (format of its checkpoints, version 20220622);
-    Dosovitskiy et al. 2021, released code, and big_vision's (names of the parameters);
-    safetensors' documentation (version 0.8).
+    Dosovitskiy et al. 2021 and big_vision (names); safetensors (version 0.8).
 
     Examples:
         >>> checkpoint = ksm.converters.read_checkpoint("vmoe_tiny/ckpt")
@@ -66,43 +63,24 @@ def read_checkpoint(source: str | os.PathLike) -> Checkpoint:
 def read_parameters(source, num_heads=None, image_shape=None, head=True):
     """Open the parameters of a model under V-MoE's names, in any supported format.
 
-    Args:
-        source: as in `read_checkpoint`, where `.safetensors` files are those of `timm`
-            and `transformers`. Or a `Checkpoint` under V-MoE's names.
-        num_heads: int, for a `.safetensors` file if the width does not determine it.
-        image_shape: `(height, width, channels)`, for a `.safetensors` file of a model
-            for images that are not square.
-        head: bool, whether to read the head. If `False`, both heads of a distilled
-            model are left out of a `.safetensors` file.
-
-    Returns:
-        `Checkpoint` under V-MoE's names. From a saved training state it has only the
-        parameters.
-
-    Raises:
-        CheckpointError: (a `ValueError`) if a file is missing or damaged.
+    `source` is as in `read_checkpoint`, or a `Checkpoint` under V-MoE's names; of a
+    training state only the parameters are returned. The other arguments are those of
+    `read_torch_names`.
     """
-    if isinstance(source, Checkpoint):
-        checkpoint = source
-    else:
+    checkpoint = source
+    if not isinstance(source, Checkpoint):
         path = os.fspath(source)
         checkpoint = read_checkpoint(path)
         if path.endswith(".safetensors"):
             about = read_text_beside(path, CONFIG_FILE)
-            return read_torch_names(
-                checkpoint, path, about, num_heads, image_shape, head
-            )
-    if any(name.startswith("params/") for name in checkpoint):
-        return checkpoint.below("params/")
-    return checkpoint
+            settings = num_heads, image_shape, head
+            return read_torch_names(checkpoint, path, about, *settings)
+    is_state = any(name.startswith("params/") for name in checkpoint)
+    return checkpoint.below("params/") if is_state else checkpoint
 
 
 def read_text_beside(path, name):
-    """Return the dict in a JSON file beside another file, empty without such a file.
-
-    Raises:
-        CheckpointError: if it is damaged.
-    """
+    """Return the dict in a JSON file beside another file, empty without such a file."""
     file = Path(path).parent / name
     if "://" in path or not file.is_file():
         return {}
@@ -113,8 +91,6 @@ def read_text_beside(path, name):
         if not isinstance(found, dict):
             raise ValueError("no JSON object")
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"The file '{file}', which describes the model beside it, cannot be read: "
-            f"{str(error)[:80]}."
-        ) from error
+        reason = str(error)[:80]
+        raise CheckpointError(f"'{file}' cannot be read: {reason}.") from error
     return found

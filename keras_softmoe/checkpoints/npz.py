@@ -7,17 +7,12 @@ import zipfile
 import ml_dtypes
 import numpy as np
 
+from keras_softmoe.checkpoints import translation
 from keras_softmoe.checkpoints.checkpoint import (
     Checkpoint,
     CheckpointError,
     LazyArray,
     open_file,
-)
-from keras_softmoe.checkpoints.translation import (
-    POSITIONS,
-    place_tokens,
-    same,
-    translate,
 )
 
 # Weights hardly compress: an archive that grows much more does not contain weights.
@@ -31,12 +26,12 @@ _HEADS = r"/((?:query|key|value|out)/(?:kernel|bias))"
 _DENSE = r"/(Dense_[01]/(?:kernel|bias))"
 _NORM = r"/(scale|bias)"
 _RULES = tuple(
-    (*rule, same)
+    (*rule, translation.same)
     for rule in (
         (r"(embedding/(?:kernel|bias)|cls|(?:pre_logits|head)/(?:kernel|bias))", r"\1"),
         (r"Transformer/(posembed_input/pos_embedding)", r"Encoder/\1"),
         # Of big_vision, without a position for the class token
-        (r"pos_embedding", POSITIONS),
+        (r"pos_embedding", translation.POSITIONS),
         (r"Transformer/encoder_norm" + _NORM, r"Encoder/encoder_norm/\1"),
         (_BLOCK + "/LayerNorm_0" + _NORM, r"Encoder/\1/LayerNorm_0/\2"),
         (_BLOCK + "/LayerNorm_[12]" + _NORM, r"Encoder/\1/LayerNorm_1/\2"),
@@ -62,12 +57,8 @@ _MAX_BLOCKS = 1024
 def read_vit_checkpoint(path):
     """Open an `.npz` file under V-MoE's names, see `read_checkpoint`.
 
-    Supported are files of the original repository and of AugReg, in both numberings of
-    the blocks' children, and of big_vision: blocks stacked or not, the image tower of
-    two (SigLIP). Arrays of other models are an error.
-
-    Source: Dosovitskiy et al. 2021, released code, and big_vision's (names of the
-    parameters).
+    Supported are the original repository and AugReg, in both numberings of the blocks'
+    children, and big_vision: blocks stacked or not, the image tower of two (SigLIP).
     """
     arrays = {
         member: _lazy(path, member, shape, dtype)
@@ -78,13 +69,13 @@ def read_vit_checkpoint(path):
         below = {n.removeprefix(prefix): n for n in arrays if n.startswith(prefix)}
         arrays = {name: arrays[n] for name, n in below.items()} or arrays
     where = f"'{path}'"
-    arrays = translate(_unstacked(arrays, where), _RULES, where)
-    if POSITIONS in arrays:
+    arrays = translation.translate(_unstacked(arrays, where), _RULES, where)
+    if translation.POSITIONS in arrays:
         if "Encoder/posembed_input/pos_embedding" in arrays:
             raise CheckpointError(f"{where} holds positions in two places.")
-        if len(shape := arrays[POSITIONS].shape) != 3 or shape[0] != 1:
+        if len(shape := arrays[translation.POSITIONS].shape) != 3 or shape[0] != 1:
             raise CheckpointError(f"{where} has positions of the shape {shape}.")
-        arrays = place_tokens(arrays, (0,))
+        arrays = translation.place_tokens(arrays, (0,))
     return Checkpoint(arrays)
 
 
@@ -166,9 +157,8 @@ def _lazy(path, member, shape, dtype):
             array = np.lib.format.read_array(file, allow_pickle=False)
         return array.view(ml_dtypes.bfloat16) if is_bfloat16 else array
 
-    return LazyArray(
-        shape, np.dtype(ml_dtypes.bfloat16) if is_bfloat16 else dtype, read
-    )
+    dtype = np.dtype(ml_dtypes.bfloat16) if is_bfloat16 else dtype
+    return LazyArray(shape, dtype, read)
 
 
 @contextlib.contextmanager

@@ -69,21 +69,11 @@ def reshaped(array, shape):
 
 
 def translate(arrays, rules, where, num_heads=None):
-    """Return arrays under V-MoE's names.
+    """Return arrays under V-MoE's names, a dict to `LazyArray`.
 
-    Args:
-        arrays: dict from original name to `LazyArray`.
-        rules: iterable of `(pattern, name, function)`. A function takes an array and
-            the number of heads, and returns a dict from words to arrays.
-        where: str, name of the source in errors.
-        num_heads: int, the number of attention heads.
-
-    Returns:
-        dict from V-MoE's name to `LazyArray`.
-
-    Raises:
-        CheckpointError: if a name has no rule, an array does not have the axes of its
-            rule, or two are the same parameter.
+    `arrays` is such a dict from original names, `rules` are `(pattern, name, function)`
+    where a function takes an array and the number of heads and returns a dict from
+    words to arrays, and `where` is the source in errors.
     """
     translated, unknown = {}, []
     for theirs, array in arrays.items():
@@ -217,21 +207,9 @@ def place_tokens(arrays, covered, num_patches=None):
 
     Libraries differ in both. Here all are converted to a class token with a position,
     then registers without. The position of a register is added to the token, and a
-    class token without a position gets zeros.
-
-    Args:
-        arrays: dict from V-MoE's name to `LazyArray`; optionally with `"cls"`,
-            `"distillation_token"`, `"registers"` and `"positions"`, each `(1, S, D)`.
-        covered: tuple of the possible numbers of these tokens, in this order, that have
-            positions. The number of patches decides between several.
-        num_patches: int or `None`, the number of patches. If it does not fit, patches
-            form a square.
-
-    Returns:
-        dict, the arrays with `"cls"`, `"registers"` and V-MoE's name of the positions.
-
-    Raises:
-        CheckpointError: if the number of positions fits no such model.
+    class token without a position gets zeros. `covered` are the possible numbers of
+    tokens that have positions; `num_patches`, or else that patches form a square,
+    decides between several.
     """
     arrays = dict(arrays)
     extra = [arrays.pop(DISTILLATION_TOKEN, None), arrays.pop(REGISTERS, None)]
@@ -266,19 +244,13 @@ def place_tokens(arrays, covered, num_patches=None):
                 tokens[:, : covers - first] += of_tokens
             return tokens
 
-        arrays[REGISTERS] = LazyArray(
-            (1, count, extra[0].shape[2]), np.dtype("float32"), join
-        )
+        shape = (1, count, extra[0].shape[2])
+        arrays[REGISTERS] = LazyArray(shape, np.dtype("float32"), join)
     return arrays
 
 
 def count_patches(image_shape, patch_size):
-    """Return the number of whole patches in an image.
-
-    Args:
-        image_shape: `(height, width, channels)`.
-        patch_size: `(height, width)`.
-    """
+    """Return the number of whole patches in an image."""
     return (image_shape[0] // patch_size[0]) * (image_shape[1] // patch_size[1])
 
 
@@ -294,7 +266,6 @@ def _covered(total, covered, num_patches):
             return number
     raise CheckpointError(
         f"Of {total} positions {' or '.join(map(str, covered))} may belong to tokens "
-        "before the patches, and the rest is no square. Received: a checkpoint of "
-        "another model, or one for images that are not square: pass "
-        "`image_shape=(height, width, channels)`."
+        "before the patches, and the rest is no square. Images that are not square "
+        f"need `image_shape`. Received: num_patches={num_patches}."
     )

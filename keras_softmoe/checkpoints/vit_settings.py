@@ -15,14 +15,7 @@ _LAYER_SCALE = 1e-5
 
 
 class ViTSettings(NamedTuple):
-    """Vision Transformer described by names and shapes of its parameters.
-
-    Attributes:
-        settings: dict, arguments of a `models.ViTMoEBackbone` other than its router.
-        num_experts: int, `None` for a dense model.
-        slots_per_expert: int for a soft router, else `None`.
-        num_classes: int, width of the head. `None` without one.
-    """
+    """Vision Transformer described by its parameters: the backbone's arguments, ..."""
 
     settings: dict
     num_experts: int | None
@@ -33,25 +26,13 @@ class ViTSettings(NamedTuple):
 def read_vit_settings(
     shapes, image_shape=None, pooling=None, position_embedding=None, **given
 ):
-    """Return the settings of a model from names and shapes of its parameters.
+    """Return the `ViTSettings` of a model from names and shapes of its parameters.
 
-    Args:
-        shapes: dict from V-MoE's name of a parameter to its shape.
-        image_shape: `(height, width, channels)`. Defaults to a square with one patch
-            for each learned position.
-        pooling: str, `"gap"` (default) or `"first"`, without a class token or attention
-            pooling.
-        position_embedding: str, `"sincos2d"` (default) or `"none"`, without learned
-            positions.
-        **given: settings that do not follow from the parameters.
-
-    Returns:
-        `ViTSettings`.
-
-    Raises:
-        CheckpointError: if these are not the parameters of one model, or
-            `image_shape` is needed.
-        ValueError: if an argument contradicts the parameters.
+    `shapes` is a dict from V-MoE's names. `image_shape` defaults to a square with one
+    patch for each learned position. `pooling` is `"gap"` (default) or `"first"`,
+    without a class token or attention pooling; `position_embedding` is `"sincos2d"`
+    (default) or `"none"`, without learned positions. `given` are settings that do not
+    follow from the parameters.
     """
     shapes = {name: tuple(shape) for name, shape in shapes.items()}
     empty = [name for name, shape in shapes.items() if 0 in shape]
@@ -61,9 +42,8 @@ def read_vit_settings(
     blocks = _blocks(shapes)
     first = blocks[0]
     # These checks bound the size of the model by that of the checkpoint.
-    _, num_heads, _ = _shape(
-        first, "SelfAttention/query/kernel", (hidden_dim, None, None)
-    )
+    query = (hidden_dim, None, None)
+    _, num_heads, _ = _shape(first, "SelfAttention/query/kernel", query)
     _shape(first, "SelfAttention/out/kernel", (num_heads, None, hidden_dim))
     mlp_dim, num_experts, slots_per_expert = _mlps(blocks, hidden_dim)
     num_patches = _count_positions(shapes)
@@ -82,7 +62,9 @@ def read_vit_settings(
     elif "MapHead/probe" in shapes:
         poolings = ("map",)
     kinds = ("sincos2d", "none") if num_patches is None else ("learned",)
-    has_layer_scale = "LayerScale_0/scale" in first
+    layer_scale = None
+    if "LayerScale_0/scale" in first:
+        layer_scale = given.get("layer_scale", _LAYER_SCALE)
     settings = {
         **given,
         "image_shape": _image_shape(image_shape, patch_size, channels, num_patches),
@@ -97,18 +79,13 @@ def read_vit_settings(
         "use_qk_norm": "SelfAttention/query_ln/scale" in first,
         "num_registers": num_registers,
         "representation_dim": representation_dim,
-        "layer_scale": given.get("layer_scale", _LAYER_SCALE)
-        if has_layer_scale
-        else None,
+        "layer_scale": layer_scale,
     }
     return ViTSettings(settings, num_experts, slots_per_expert, num_classes)
 
 
 def fits_positions(shapes, image_shape) -> bool:
-    """Return whether images have as many patches as the learned positions.
-
-    Also `True` without learned positions.
-    """
+    """Return whether images have as many patches as there are learned positions."""
     *patch_size, _, _ = _shape(shapes, "embedding/kernel", 4)
     return _count_positions(shapes) in (None, count_patches(image_shape, patch_size))
 
@@ -129,18 +106,18 @@ def _image_shape(given, patch_size, channels, num_patches):
         side = num_patches and math.isqrt(num_patches)
         if not side or side**2 != num_patches:
             raise CheckpointError(
-                "The size of the images does not follow from the checkpoint: its "
-                f"{num_patches or 'no'} learned positions are no square. Pass "
-                "`image_shape=(height, width, channels)`."
+                "The size of the images does not follow from the checkpoint, so "
+                "`image_shape` is needed. Received: "
+                f"{num_patches or 'no'} learned positions."
             )
         return (side * height, side * width, channels)
     fits = num_patches in (None, count_patches(given, patch_size))
     if not fits or given[2] != channels:
         raise ValueError(
             f"The checkpoint was saved for {num_patches} patches of "
-            f"{height} x {width} pixels in {channels} channels. Received: "
-            f"image_shape={tuple(given)}. Convert it for that size; "
-            "`from_preset(..., image_shape=...)` then resamples its positions."
+            f"{height} x {width} pixels in {channels} channels; `from_preset(..., "
+            "image_shape=...)` resamples its positions after the conversion. Received: "
+            f"image_shape={tuple(given)}."
         )
     return tuple(given)
 
@@ -166,11 +143,7 @@ def _mlps(blocks, hidden_dim):
 
 
 def _blocks(shapes):
-    """Return a list of dicts, name inside a block -> shape.
-
-    Raises:
-        CheckpointError: if a block is missing, or blocks of a kind differ.
-    """
+    """Return a list of dicts, name inside a block -> shape."""
     blocks = {}
     for name, shape in shapes.items():
         if match := re.match(_BLOCK, name):
@@ -199,10 +172,7 @@ def _is_moe(block):
 def _shape(shapes, name, expected):
     """Return the shape of a parameter, which must be the `expected` one.
 
-    Args:
-        shapes: dict from name to shape.
-        name: str.
-        expected: int, the number of axes, or a tuple of sizes and `None`.
+    `expected` is the number of axes, or a tuple of sizes and `None`.
     """
     if isinstance(expected, int):
         expected = (None,) * expected

@@ -5,6 +5,7 @@ each of its slices. `PREFIX.data-00000-of-00002` and so on hold the slices in pi
 All of it is msgpack, nested: objects contain packed objects.
 """
 
+import functools
 import math
 import os
 from typing import NamedTuple
@@ -36,17 +37,12 @@ _MARKER = "__msgpack_array_chunk_a87ca2__"
 # Codes of msgpack's extension objects
 _NDARRAY, _SLICE, _INDEX_ENTRY = 1, 6, 8
 
-_DTYPES = {
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    **{
-        name: np.dtype(name)
-        for name in (
-            *("bool", "int8", "int16", "int32", "int64"),
-            *("uint8", "uint16", "uint32", "uint64"),
-            *("float16", "float32", "float64", "complex64", "complex128"),
-        )
-    },
-}
+_NAMES = (
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32"),
+    *("uint64", "float16", "float32", "float64", "complex64", "complex128"),
+)
+_DTYPES = {name: np.dtype(name) for name in _NAMES}
+_DTYPES["bfloat16"] = np.dtype(ml_dtypes.bfloat16)
 
 
 class _Entry(NamedTuple):
@@ -63,12 +59,9 @@ class _Entry(NamedTuple):
 def read_sharded(prefix):
     """Open a checkpoint in the sharded format, see `read_checkpoint`.
 
-    All of it is checked before anything is returned: every array of the index must
-    exist completely, once, and with its dtype. The memory for a damaged or hostile file
-    is bounded by a multiple of the file. The format has no checksums: a flipped bit
-    inside an array is a wrong value, which no reader can detect.
-
-    Source: V-MoE's released code (format of its checkpoints, version 20220622).
+    Every array of the index must exist completely, once, and with its dtype. The memory
+    for a hostile file is bounded by a multiple of the file. Source: V-MoE's released
+    code (format of its checkpoints, version 20220622).
     """
     prefix = os.fspath(prefix)
     entries, shard_count = read_index(prefix)
@@ -88,16 +81,11 @@ def read_sharded(prefix):
             for entry, found in zip(entries, places, strict=True):
                 if any(s == shard and b not in found for b, s in entry.shards.items()):
                     raise ValueError(f"slices of {entry.name!r} are missing")
-    return Checkpoint(
-        {
-            entry.name: LazyArray(
-                entry.shape,
-                entry.dtype,
-                lambda entry=entry, found=found: _read_array(entry, found),
-            )
-            for entry, found in zip(entries, places, strict=True)
-        }
-    )
+    arrays = {}
+    for entry, found in zip(entries, places, strict=True):
+        read = functools.partial(_read_array, entry, found)
+        arrays[entry.name] = LazyArray(entry.shape, entry.dtype, read)
+    return Checkpoint(arrays)
 
 
 def data_path(prefix, shard, shard_count):
@@ -109,10 +97,7 @@ def data_path(prefix, shard, shard_count):
 
 
 def read_index(prefix):
-    """Return the entries of `PREFIX.index`, and the number of data files.
-
-    The entries are in the order in which data files number the arrays.
-    """
+    """Return the entries of `PREFIX.index`, in their order, and the number of files."""
     with _open(f"{prefix}.index") as (file, size):
         if size > MAX_INDEX_BYTES:
             raise ValueError(f"{size} bytes, where an index has at most 4 MiB")

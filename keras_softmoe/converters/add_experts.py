@@ -10,22 +10,15 @@ from keras_softmoe.checks import check_choice, check_names, quote
 from keras_softmoe.keras_adapter.surgery import sublayers
 from keras_softmoe.layers import MoE, SoftMoE
 from keras_softmoe.models.backbone import MoEBackbone
+from keras_softmoe.models.with_experts import mlp_sites
 from keras_softmoe.models.with_experts.copies import copy_of, task_with
-from keras_softmoe.models.with_experts.mlp_sites import (
-    check_blocks,
-    check_routers,
-    find_sites,
-    keeps_outputs,
-    places_of,
-)
 from keras_softmoe.models.with_experts.model import class_with_experts
 from keras_softmoe.models.with_experts.token_shapes import check_sites
 from keras_softmoe.routers import Router
 
 _OTHER_OUTPUTS = (
-    "Until it is trained, its outputs differ from those of the model: the router may "
-    "leave out tokens, mix them, or scale them by gates that do not sum to one. They "
-    "are the same with `capacity_factor=None, normalize_gates=True` of a "
+    "Until it is trained, its outputs differ from those of the model. They are the "
+    "same with `capacity_factor=None, normalize_gates=True` of a "
     '`SoftmaxTokenChoiceRouter`, or with `start="shared"`.'
 )
 
@@ -94,12 +87,10 @@ def add_experts(
     check_choice("start", start, ("copies", "shared"))
     _check_model(model)
     if isinstance(model, keras_hub.models.Task):
-        backbone = add_experts(
-            model.backbone, blocks, router, sites, start, verbose, **moe_settings
-        )
-        return task_with(model, backbone)
-    found = find_sites(model, sites)
-    blocks = check_blocks(blocks, found)
+        arguments = blocks, router, sites, start, verbose
+        return task_with(model, add_experts(model.backbone, *arguments, **moe_settings))
+    found = mlp_sites.find_sites(model, sites)
+    blocks = mlp_sites.check_blocks(blocks, found)
     chosen = [found[block] for block in blocks]
     for site in chosen:
         inside = [x for part in site.parts for _, x, _ in sublayers(part)]
@@ -112,13 +103,13 @@ def add_experts(
     places = None
     if sites is not None:
         check_sites(model, chosen)
-        places = places_of(model, found)
-    routers = check_routers(router, blocks)
+        places = mlp_sites.places_of(model, found)
+    routers = mlp_sites.check_routers(router, blocks)
     sparse = class_with_experts(type(model))(
         copy_of(model), blocks, router, places, start, moe_settings, name=model.name
     )
     if verbose:
-        kept = start == "shared" or all(map(keeps_outputs, routers.values()))
+        kept = start == "shared" or all(map(mlp_sites.keeps_outputs, routers.values()))
         print(
             f"{model.name!r}: experts in {len(blocks)} of {len(found)} MLPs "
             f"(block{'s' * (len(blocks) > 1)} {', '.join(map(str, blocks))}).",
@@ -142,6 +133,6 @@ def _check_model(model):
         )
     if not model.built:
         raise ValueError(
-            "A model that is not built has no layers to replace. Received: a "
-            f"`{type(model).__name__}` with built=False. Call it once on data."
+            "A model must be built: call it once on data. Received: a "
+            f"`{type(model).__name__}` with built=False."
         )

@@ -1,8 +1,4 @@
-"""Dense Vision Transformers of this library from models and files of others.
-
-Files and models are first read as a `Checkpoint` under V-MoE's names (`checkpoints/`,
-`keras_hub_params.py`).
-"""
+"""Dense Vision Transformers of this library from models and files of others."""
 
 import difflib
 import os
@@ -15,18 +11,7 @@ import keras_hub
 import numpy as np
 from keras import ops
 
-from keras_softmoe import catalogue
-from keras_softmoe.checkpoints import (
-    CONFIG_FILE,
-    ONE_FILE_SUFFIXES,
-    PREPROCESSOR_FILE,
-    Checkpoint,
-    CheckpointError,
-    fits_positions,
-    is_one_file,
-    read_parameters,
-    read_text_beside,
-)
+from keras_softmoe import catalogue, checkpoints
 from keras_softmoe.checks import check_names
 from keras_softmoe.converters.keras_hub_params import SUPPORTED, read_keras_hub
 from keras_softmoe.models.conversion import model_for
@@ -39,7 +24,7 @@ from keras_softmoe.models.vit import ViTMoEBackbone
 from keras_softmoe.models.vmoe_params import load_vmoe_params
 
 # Sources of a dense Vision Transformer, see `dense_model`
-Source: TypeAlias = str | os.PathLike | Checkpoint | keras.Model
+Source: TypeAlias = str | os.PathLike | checkpoints.Checkpoint | keras.Model
 
 _PATH = str | os.PathLike
 _WEIGHTS = "model.safetensors"
@@ -70,7 +55,7 @@ def dense_model(
     - a `.safetensors` file of `timm` or `transformers` (ViT, DeiT, DINOv2, SigLIP).
 
     The outputs are those of the source, with dropout off. `image_preprocessor` converts
-    pixels to the images of the source, which are not in `[-1, 1]` for all of them.
+    pixels to its images.
 
     Args:
         source: a model, str or path, or the result of `read_checkpoint`, under V-MoE's
@@ -89,8 +74,8 @@ def dense_model(
     Raises:
         CheckpointError: (a `ValueError`) if a file is missing, damaged or none of a
             plain Vision Transformer; the message lists the names that do not fit.
-        ValueError: if the source is unknown, cannot be fetched, or is a model with
-            unsupported parts (DINOv3, CLIP, MLPs with gates).
+        ValueError: if the source is unknown, or has unsupported parts (DINOv3, CLIP,
+            MLPs with gates).
 
     Examples:
         >>> vit = ksm.converters.dense_model("vit_tiny_patch4_32_glyphs")
@@ -127,9 +112,6 @@ def image_preprocessor(
         `ViTMoEImageClassifierPreprocessor`: that of the source, or one that maps pixels
         to `[-1, 1]`.
 
-    Raises:
-        ValueError: as `dense_model`.
-
     Examples:
         >>> preprocessor = ksm.converters.image_preprocessor("dinov2_small", (224, 224))
     """
@@ -140,11 +122,11 @@ def image_preprocessor(
 def _converted(source, image_shape, head, changes):
     """Create a model of this library from a source of another one."""
     changes, activation = dict(changes), None
-    if isinstance(source, Checkpoint):
+    if isinstance(source, checkpoints.Checkpoint):
         checkpoint = source
     elif (path := find_file(source)) is not None:
         num_heads = changes.pop("num_heads", None)
-        checkpoint = read_parameters(path, num_heads, image_shape, head)
+        checkpoint = checkpoints.read_parameters(path, num_heads, image_shape, head)
     else:
         model = from_keras_hub(source)
         if own_model(model) is not None:
@@ -162,7 +144,7 @@ def _converted(source, image_shape, head, changes):
         # The classifier sets the size.
         preprocessor = image_preprocessor(source, (1, 1))
     # Otherwise the positions are resampled in the model.
-    fits = image_shape and fits_positions(checkpoint.shapes, image_shape)
+    fits = image_shape and checkpoints.fits_positions(checkpoint.shapes, image_shape)
     model, _ = model_for(
         checkpoint,
         image_shape=image_shape if fits else None,
@@ -177,9 +159,8 @@ def _converted(source, image_shape, head, changes):
 def _at_resolution(model, image_shape):
     """Return a copy of a model for images of another shape."""
     backbone = getattr(model, "backbone", model)
-    new = new_backbone = type(backbone).from_config(
-        {**backbone.get_config(), "image_shape": image_shape}
-    )
+    config = {**backbone.get_config(), "image_shape": image_shape}
+    new = new_backbone = type(backbone).from_config(config)
     if backbone is not model:
         new = type(model).from_config({**model.get_config(), "backbone": new})
     for variable, old in zip(new.weights, model.weights, strict=True):
@@ -192,15 +173,8 @@ def _at_resolution(model, image_shape):
     return new
 
 
-# === Kinds of sources ===
-
-
 def own_model(source):
-    """Return the model of this library that a source is or names, or `None`.
-
-    Raises:
-        ValueError: if it is a preset without an image model.
-    """
+    """Return the model of this library that a source is or names, or `None`."""
     if isinstance(source, ViTMoEBackbone | ViTMoEImageClassifier):
         return source
     if not _is_own_preset(source):
@@ -217,22 +191,18 @@ def own_model(source):
 
 
 def find_file(source):
-    """Return the path of the file of weights of a source, `None` if it has none.
-
-    Raises:
-        ValueError: if it is a file or a directory of another kind.
-    """
+    """Return the path of the file of weights of a source, `None` if it has none."""
     if not isinstance(source, _PATH):
         return None
     source = _downloaded(os.fspath(source))
     path = Path(source)
-    if is_one_file(source) or Path(f"{source}.index").is_file():
+    if checkpoints.is_one_file(source) or Path(f"{source}.index").is_file():
         return source
     if path.is_file():
         raise ValueError(
             f"Unsupported file format: '{source}'. Accepted: "
-            f"{' and '.join(ONE_FILE_SUFFIXES)}. Pickled files (.bin, .pt, .pth) can "
-            "execute code: save them as safetensors first."
+            f"{' and '.join(checkpoints.ONE_FILE_SUFFIXES)}, since pickled files can "
+            "execute code."
         )
     if not path.is_dir() or _registered_name(source):
         return None
@@ -245,11 +215,7 @@ def find_file(source):
 
 
 def from_keras_hub(source):
-    """Return a model of KerasHub, given or named by a preset.
-
-    Raises:
-        ValueError: if there is no such preset, or it cannot be loaded.
-    """
+    """Return a model of KerasHub, given or named by a preset."""
     if isinstance(source, keras.layers.Layer):
         return source
     if not isinstance(source, _PATH):
@@ -275,9 +241,9 @@ def from_keras_hub(source):
             return keras_hub.models.Backbone.from_preset(name)
     except Exception as error:
         raise ValueError(
-            f"KerasHub could not load {name!r}. Without a network, pass a folder to "
-            "which `keras_hub.models.Backbone.from_preset(...).save_to_preset(FOLDER)` "
-            f"has saved it elsewhere. Reason: {type(error).__name__}: {error}"
+            f"KerasHub could not load {name!r}; a folder from "
+            "`keras_hub.models.Backbone.from_preset(...).save_to_preset(FOLDER)` needs "
+            f"no network. Reason: {type(error).__name__}: {error}"
         ) from error
 
 
@@ -304,10 +270,11 @@ def converter_settings(source):
 
 def _settings_beside(path):
     """Return scale and offset from the JSON files of `transformers` and `timm`."""
-    about = read_text_beside(path, PREPROCESSOR_FILE)
+    about = checkpoints.read_text_beside(path, checkpoints.PREPROCESSOR_FILE)
     mean, std = about.get("image_mean"), about.get("image_std")
     if mean is None:
-        about = read_text_beside(path, CONFIG_FILE).get("pretrained_cfg")
+        about = checkpoints.read_text_beside(path, checkpoints.CONFIG_FILE)
+        about = about.get("pretrained_cfg")
         about = about if isinstance(about, dict) else {}
         mean, std = about.get("mean"), about.get("std")
     if mean is None:
@@ -317,7 +284,7 @@ def _settings_beside(path):
         scale = [1.0 / (255.0 * s) for _, s in pairs]
         return {"scale": scale, "offset": [-m / s for m, s in pairs]}
     except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise CheckpointError(
+        raise checkpoints.CheckpointError(
             f"The preprocessing config next to '{path}' is invalid. Received: "
             f"mean={str(mean)[:40]}, std={str(std)[:40]}."
         ) from error
@@ -334,7 +301,8 @@ def _is_own_preset(source):
 
 def _registered_name(directory):
     """Return the registered name in a preset's `config.json`, or `""`."""
-    about = read_text_beside(str(Path(directory, CONFIG_FILE)), CONFIG_FILE)
+    name = checkpoints.CONFIG_FILE
+    about = checkpoints.read_text_beside(str(Path(directory, name)), name)
     return str(about.get("registered_name") or "")
 
 
@@ -355,8 +323,7 @@ def _downloaded(source):
             return folder
     except Exception as error:
         raise ValueError(
-            f"{source!r} could not be fetched. Without a network, pass a folder with "
-            f"{_WEIGHTS} and the .json files of the repository. Reason: "
-            f"{type(error).__name__}: {error}"
+            f"{source!r} could not be fetched; a folder with {_WEIGHTS} and the .json "
+            f"files needs no network. Reason: {type(error).__name__}: {error}"
         ) from error
     return source

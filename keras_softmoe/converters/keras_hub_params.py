@@ -1,8 +1,4 @@
-"""Parameters of KerasHub's Vision Transformers under V-MoE's names.
-
-Like files of other libraries they are read by tables of rules, from the end of a
-variable's path to V-MoE's name.
-"""
+"""Parameters of KerasHub's Vision Transformers under V-MoE's names, by rules."""
 
 import re
 from collections import Counter
@@ -38,19 +34,14 @@ def _norm(theirs, ours):
 
 
 def _same(theirs, ours):
-    return tuple(
-        (_ANY + f"{theirs}/{part}", f"{ours}/{part}", same)
-        for part in ("kernel", "bias")
-    )
+    parts = ("kernel", "bias")
+    return tuple((_ANY + f"{theirs}/{x}", f"{ours}/{x}", same) for x in parts)
 
 
 def _attention(theirs, ours):
-    rules = [
-        rule
-        for part in ("query", "key", "value")
-        for rule in _same(f"{theirs}/{part}", f"{ours}/{part}")
-    ]
-    return (*rules, *_same(f"{theirs}/attention_output", f"{ours}/out"))
+    parts = [("attention_output", "out"), *((x, x) for x in ("query", "key", "value"))]
+    rules = (_same(f"{theirs}/{x}", f"{ours}/{y}") for x, y in parts)
+    return tuple(rule for pair_of_rules in rules for rule in pair_of_rules)
 
 
 def _block(theirs, first_norm, second_norm, attention, mlp):
@@ -132,19 +123,10 @@ _SMALL_EPSILON = 1e-5
 def read_keras_hub(model):
     """Return the parameters of a KerasHub Vision Transformer under V-MoE's names.
 
-    Args:
-        model: `ViTBackbone`, `DeiTBackbone`, `DINOV2Backbone` or `SigLIPVisionEncoder`,
-            or a model with one of them as `backbone` or `vision_encoder`. The head of
-            an image classifier is included.
-
-    Returns:
-        `Checkpoint`, whose `settings` are the arguments of the backbone that do not
-        follow from names and shapes.
-
-    Raises:
-        ValueError: if the model is none of these, has parts that ours do not, or
-            variables that no rule names (a quantized or LoRA-adapted model, for
-            example).
+    `model` is a `ViTBackbone`, `DeiTBackbone`, `DINOV2Backbone` or
+    `SigLIPVisionEncoder`, or one with such a `backbone` or `vision_encoder`. The
+    `settings` of the `Checkpoint` are arguments of the backbone that do not follow from
+    names and shapes.
     """
     backbone = getattr(model, "backbone", model)
     backbone = getattr(backbone, "vision_encoder", backbone)
@@ -167,10 +149,8 @@ def read_keras_hub(model):
     def renumber(match):
         return f"encoderblock_{int(match[1]) - first_block}"
 
-    arrays = {
-        re.sub(r"encoderblock_(\d+)", renumber, name): array
-        for name, array in arrays.items()
-    }
+    blocks = r"encoderblock_(\d+)"
+    arrays = {re.sub(blocks, renumber, name): x for name, x in arrays.items()}
     image_shape = _image_shape(backbone)
     patches = count_patches(image_shape, pair(backbone.patch_size))
     covered = sum(name in arrays for name in ("cls", "distillation_token"))
@@ -218,10 +198,7 @@ def _read(variable):
 
 
 def _image_shape(backbone):
-    """Return `(height, width, channels)` of whole patches only.
-
-    (KerasHub's convolutions ignore the remainder at the right and at the bottom.)
-    """
+    """Return `(height, width, channels)` of whole patches only."""
     shape = tuple(backbone.image_shape)
     formats = [getattr(x, "data_format", None) for x in flatten_layers(backbone)]
     if "channels_first" in formats:
@@ -232,11 +209,9 @@ def _image_shape(backbone):
 
 def _epsilon(model, backbone):
     """Return the epsilon of most normalizations; others may differ if all are small."""
-    epsilons = Counter(
-        layer.epsilon
-        for layer in flatten_layers(backbone)
-        if isinstance(layer, keras.layers.LayerNormalization)
-    )
+    norms = keras.layers.LayerNormalization
+    layers = flatten_layers(backbone)
+    epsilons = Counter(layer.epsilon for layer in layers if isinstance(layer, norms))
     if len(epsilons) > 1 and max(epsilons) > _SMALL_EPSILON:
         _refuse(model, f"normalizations of different epsilon, {sorted(epsilons)}")
     return float(epsilons.most_common(1)[0][0])

@@ -37,13 +37,12 @@ def to_dense_model(
         verbose: 0 or 1, whether to print the difference in features.
 
     Returns:
-        A dense model: for a model from `add_experts` of the original class, otherwise
-        of the same class. With data it has the attribute `feature_difference`, a float:
-        the norm of the difference in outputs over the norm of the outputs.
+        A dense model of the same class, or of the original one. With data it has the
+        attribute `feature_difference`, a float: the norm of the difference in outputs
+        over the norm of the outputs.
 
     Raises:
-        ValueError: if the model has no experts, parts of MLPs as experts, LoRA factors
-            or quantized weights, or is from `add_experts` with shared experts.
+        ValueError: if the model has no experts, or some that cannot be averaged.
 
     Examples:
         >>> router = ksm.routers.SoftRouter(num_experts=4)
@@ -84,26 +83,21 @@ def _mixtures(model, backbone):
     else:
         raise ValueError(
             "`model` must be a model from `add_experts`, a backbone with blocks of "
-            "this library, or a task with one; of two towers pass each on its own. "
-            f"Received: model={quote(model)}."
+            f"this library, or a task with one. Received: model={quote(model)}."
         )
     if not mixtures:
-        raise ValueError(
-            f"The model has no experts, it is dense. Received: model={quote(model)}."
-        )
+        raise ValueError(f"A dense model has no experts. Received: {quote(model)}.")
     for block, moe in mixtures.items():
         if isinstance(backbone, ModelWithExperts) and moe.shared_mlp_dim:
             raise ValueError(
                 "An MLP with the units of a shared expert and of the mean of the "
                 "others does not fit into the class of the dense model. Received: "
-                f"shared_mlp_dim={moe.shared_mlp_dim} in block {block} of a model "
-                "from `add_experts`."
+                f"shared_mlp_dim={moe.shared_mlp_dim} in block {block}."
             )
     if getattr(backbone, "expert_mlp_dim", None):
         raise ValueError(
             "The mean of experts must be as wide as an MLP of the dense model. "
-            f"Received: a model with expert_mlp_dim={backbone.expert_mlp_dim}, whose "
-            "experts are parts of an MLP."
+            f"Received: a model with expert_mlp_dim={backbone.expert_mlp_dim}."
         )
     changed = [
         layer.path
@@ -113,21 +107,15 @@ def _mixtures(model, backbone):
     ]
     if changed:
         raise ValueError(
-            "Weights must be floats without LoRA factors. Received: a model with "
-            f"{len(changed)} changed layers, such as {changed[0]!r}. Merge the factors "
-            "first (`ksm.models.merge_lora`), or use the model before `quantize`."
+            "Weights must be floats without LoRA factors (`ksm.models.merge_lora`). "
+            f"Received: {len(changed)} changed layers, such as {changed[0]!r}."
         )
     return mixtures
 
 
-# === Load ===
-
-
 def _shares(backbone, mixtures, data, batch_size):
     """Return a dict from blocks to the share of each expert, `(E,)`, which sum to 1."""
-    totals = {
-        block: np.zeros(moe.router.num_experts) for block, moe in mixtures.items()
-    }
+    totals = {b: np.zeros(moe.router.num_experts) for b, moe in mixtures.items()}
     blocks = {id(moe.router): block for block, moe in mixtures.items()}
     for batch in _batches(data, batch_size):
         with record(key=lambda router: (blocks.get(id(router)), router)) as decisions:
@@ -157,13 +145,11 @@ def _load(router, decision):
 
 def _batches(data, batch_size):
     """Yield batches of an array, or of a dict of them."""
-    if data is None:
-        return
-    size = len(keras.tree.flatten(data)[0])
+    size = 0 if data is None else len(keras.tree.flatten(data)[0])
     for start in range(0, size, batch_size):
+        rows = slice(start, start + batch_size)
         yield keras.tree.map_structure(
-            lambda x, start=start: ops.convert_to_tensor(x[start : start + batch_size]),
-            data,
+            lambda x, rows=rows: ops.convert_to_tensor(x[rows]), data
         )
 
 
@@ -176,9 +162,6 @@ def _difference(backbone, dense, data, batch_size):
             x, y = (ops.convert_to_numpy(ops.cast(z, "float32")) for z in (x, y))
             squares += np.square(x - y).sum(), np.square(x).sum()
     return float(np.sqrt(squares[0] / max(squares[1], np.finfo("float32").tiny)))
-
-
-# === Weights ===
 
 
 def _mean(weight, share):
@@ -201,9 +184,8 @@ def _dense_of_any(sparse, shares):
     for block, moe in sparse.moe_layers.items():
         mlp = Chain(sites[block].parts)
         if isinstance(moe.experts, Experts):
-            plain_mlp(mlp, sparse.held.shapes[block]).write(
-                _mean_mlp(moe.experts, shares[block])
-            )
+            plain = plain_mlp(mlp, sparse.held.shapes[block])
+            plain.write(_mean_mlp(moe.experts, shares[block]))
             continue
         for variable, stacked in zip(mlp.weights, moe.experts.stacked, strict=True):
             variable.assign(_mean(stacked, shares[block]))
@@ -242,12 +224,7 @@ def _dense_of_ours(sparse, shares):
 
 
 def _sum_of_mlps(shared, means):
-    """Return the weights of the MLP that computes the sum of two.
-
-    Args:
-        shared: `layers.MLP`, whose hidden units come first.
-        means: dict, as from `_mean_mlp`, of the other one.
-    """
+    """Return the weights of the MLP that computes the sum of two."""
     found = {}
     for name, (kernel, bias) in means.items():
         layer, is_last = getattr(shared, name), name == "output_dense"

@@ -8,21 +8,10 @@ import numpy as np
 from keras import ops
 from numpy.typing import ArrayLike
 
+from keras_softmoe import checks
 from keras_softmoe.architecture import Mixture
-from keras_softmoe.checks import (
-    check_choice,
-    check_names,
-    check_numbers,
-    check_whole_numbers,
-)
+from keras_softmoe.converters import upcycling_starts
 from keras_softmoe.converters.dense_model import Source, dense_model
-from keras_softmoe.converters.upcycling_starts import (
-    check_start,
-    prepare_images,
-    start_from_clusters,
-    start_from_positions,
-    tokens_for_mlps,
-)
 from keras_softmoe.models.backbone import MoEBackbone
 from keras_softmoe.models.vit import ViTMoEBackbone
 from keras_softmoe.models.vmoe_params import named_variables
@@ -73,12 +62,8 @@ def upcycle(
         seed: int, of noise and clusters.
         **moe_settings: other arguments of `layers.MoE`.
 
-    Returns:
-        A model of the same class.
-
     Raises:
-        ValueError: if `dense` has experts already, the router does not fit, or images
-            are missing, too few or not needed.
+        ValueError: if `dense` has experts already, or an argument does not fit.
 
     Source: Komatsuzaki et al. 2023 (Sparse Upcycling), section 3; clusters: Chu et al.
     2026 (arXiv 2604.13508), abstract; `split`: He et al. 2024 (arXiv 2410.07524).
@@ -90,7 +75,7 @@ def upcycle(
         >>> sparse = ksm.converters.upcycle(classifier, (1, 3), router)
     """
     accepted = {n: x for n, x in Mixture.names().items() if n != "shared_mlp_dim"}
-    check_names("`upcycle`", moe_settings, accepted)
+    checks.check_names("`upcycle`", moe_settings, accepted)
     if not isinstance(getattr(dense, "backbone", dense), MoEBackbone):
         dense = dense_model(dense)
     backbone = getattr(dense, "backbone", dense)
@@ -102,7 +87,7 @@ def upcycle(
     _check(backbone, router, start, images, noise_std, energy, confidence, seed)
     _check_split(split, backbone.mlp_dim, router, start)
     if start in _FROM_IMAGES:
-        images = prepare_images(dense, backbone, images)
+        images = upcycling_starts.prepare_images(dense, backbone, images)
     config = {
         **backbone.get_config(),
         "moe_layers": tuple(moe_layers),
@@ -122,23 +107,25 @@ def upcycle(
             first = np.arange(router.num_experts) // split * split
             router.kernel.assign(ops.convert_to_numpy(router.kernel)[:, first])
     if start in _FROM_IMAGES:
-        tokens_of = tokens_for_mlps(backbone, mixture.moe_layers, images)
+        layers = mixture.moe_layers
+        tokens_of = upcycling_starts.tokens_for_mlps(backbone, layers, images)
         for layer, tokens in tokens_of.items():
             moe, mlp = mixture.blocks[layer].moe, backbone.blocks[layer].mlp
+            rng = np.random.default_rng((seed, layer))
             if start == "clusters":
-                rng = np.random.default_rng((seed, layer))
-                start_from_clusters(moe, mlp, tokens, energy, confidence, rng)
+                found = moe, mlp, tokens, energy, confidence, rng
+                upcycling_starts.start_from_clusters(*found)
             else:
-                start_from_positions(moe, tokens, confidence)
+                upcycling_starts.start_from_positions(moe, tokens, confidence)
     if noise_std:
         _add_noise(sparse, noise_std, seed)
     return sparse
 
 
 def _check(backbone, router, start, images, noise_std, energy, confidence, seed):
-    check_choice("start", start, _STARTS)
-    check_numbers(least=0, noise_std=noise_std)
-    check_whole_numbers(0, seed=seed)
+    checks.check_choice("start", start, _STARTS)
+    checks.check_numbers(least=0, noise_std=noise_std)
+    checks.check_whole_numbers(0, seed=seed)
     if start not in _FROM_IMAGES:
         if images is not None:
             raise ValueError(
@@ -150,19 +137,16 @@ def _check(backbone, router, start, images, noise_std, energy, confidence, seed)
             "Only a model of images alone can start from them. Received: "
             f"start={start!r} for a `{type(backbone).__name__}`."
         )
-    check_numbers(over=0, energy=energy)
+    checks.check_numbers(over=0, energy=energy)
     if energy > 1:
-        raise ValueError(
-            "`energy` is the share that is kept, 1 for all of it. Received: "
-            f"energy={energy!r}."
-        )
+        raise ValueError(f"`energy` must be at most 1. Received: energy={energy!r}.")
     for template in router if isinstance(router, list | tuple) else [router]:
-        check_start(start, template, images, confidence)
+        upcycling_starts.check_start(start, template, images, confidence)
 
 
 def _check_split(split, mlp_dim, router, start):
     """Raise unless MLPs can be divided into this number of experts."""
-    check_whole_numbers(1, split=split)
+    checks.check_whole_numbers(1, split=split)
     if split == 1:
         return
     if start in _FROM_IMAGES:
@@ -186,9 +170,8 @@ def _check_split(split, mlp_dim, router, start):
         if start == "copies" and (not has_kernel or template.mixes_tokens):
             raise ValueError(
                 "The parts of an MLP belong together, so tokens have to choose them "
-                f"together. Received: split={split} with a "
-                f"`{type(template).__name__}`, which compares no tokens with experts. "
-                'Use token or expert choice, or `start="shared"`.'
+                f"together, by token or expert choice. Received: split={split} with a "
+                f"`{type(template).__name__}`."
             )
 
 
@@ -209,11 +192,7 @@ def _copy(dense, sparse, split, start):
 def _of_experts(value, shape, split, is_first):
     """Return a weight of an MLP for its experts, `(E, ...)` or `(1, ...)`.
 
-    Args:
-        value: `(D, H)` kernel or `(H,)` bias of the first layer, or of the second one.
-        shape: tuple of int, of the weight of all experts.
-        split: int, see `upcycle`.
-        is_first: bool.
+    `value` is a `(D, H)` kernel or a bias, `shape` that of the weight of all experts.
     """
     is_bias = value.ndim == 1
     # (D, H), or (1, H)

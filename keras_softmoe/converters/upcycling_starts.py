@@ -1,7 +1,4 @@
-"""Initial routers and experts from the tokens of a dense model.
-
-The statistics are plain NumPy: they run once, before training.
-"""
+"""Initial routers and experts from the tokens of a dense model, in plain NumPy."""
 
 import keras
 import numpy as np
@@ -39,20 +36,13 @@ def check_start(start, router, images, confidence):
     ):
         raise ValueError(
             'start="positions" gives each position of an image a slot of its own, and '
-            "needs a `SoftRouter` with soft dispatch and combine. Received: a "
-            f"{kind}."
+            f"needs a `SoftRouter` with soft dispatch and combine. Received: a {kind}."
         )
     check_numbers(over=1 / router.num_directions, under=1, confidence=confidence)
 
 
 def tokens_for_mlps(backbone, layers, images):
-    """Return the inputs of the MLPs of some blocks, `(B, S, D)` float32 arrays.
-
-    Args:
-        backbone: dense `ViTMoEBackbone`.
-        layers: sequence of int, the blocks.
-        images: `(B, height, width, channels)` array, as the backbone takes them.
-    """
+    """Return the inputs of the MLPs of some blocks, `(B, S, D)` float32 arrays."""
     blocks = {layer: backbone.blocks[layer] for layer in layers}
     tokens = {str(i): _BeforeMLP(block)(block.input) for i, block in blocks.items()}
     found = keras.Model(backbone.input, tokens).predict(images, 32, verbose=0)
@@ -67,15 +57,10 @@ def prepare_images(dense, backbone, images):
     images = ops.convert_to_numpy(images)
     check_images(images, backbone.image_shape)
     check_finite_images(images)
-    if not len(images):
+    if not len(images) or (preprocessor is None and images.dtype.kind in "iu"):
         raise ValueError(
-            "There must be images to start from, some hundred. Received: no image."
-        )
-    if preprocessor is None and images.dtype.kind in "iu":
-        raise ValueError(
-            "Images of a backbone must be floats in [-1, 1]. Received: images of dtype "
-            f"{images.dtype}. Scale them (`images / 127.5 - 1`), or upcycle a "
-            "classifier, which has a preprocessor."
+            "There must be images to start from, for a backbone floats in [-1, 1]. "
+            f"Received: {len(images)} images of dtype {images.dtype}."
         )
     return images
 
@@ -95,13 +80,8 @@ class _BeforeMLP(keras.layers.Layer):
 def start_from_clusters(moe, mlp, tokens, energy, confidence, rng):
     """Set a router to centroids of tokens, and truncate each expert to its cluster.
 
-    Args:
-        moe: `layers.MoE`, whose experts are copies of `mlp`.
-        mlp: `layers.MLP`, the dense one.
-        tokens: `(B, S, D)` array, its inputs.
-        energy: float, see `truncated_kernel`.
-        confidence: float, see `upcycle`.
-        rng: `numpy.random.Generator`.
+    `tokens` are the `(B, S, D)` inputs of the dense `mlp`, whose copies the experts
+    are; `energy` is as in `truncated_kernel`, `confidence` as in `upcycle`.
     """
     tokens = tokens.reshape(-1, tokens.shape[-1])
     num_clusters = moe.router.num_directions
@@ -133,13 +113,7 @@ def start_from_clusters(moe, mlp, tokens, energy, confidence, rng):
 
 
 def start_from_positions(moe, tokens, confidence):
-    """Let each slot of a soft router get the token of a position and return it there.
-
-    Args:
-        moe: `layers.MoE` with a soft router, whose experts are copies.
-        tokens: `(B, S, D)` array, the inputs of the dense MLP.
-        confidence: float, see `upcycle`.
-    """
+    """Let each slot of a soft router get and return the token of a position."""
     num_tokens, width = tokens.shape[1:]
     num_slots = moe.router.num_directions
     directions = position_directions(tokens, min(num_slots, num_tokens))
@@ -158,9 +132,6 @@ def _set_router(router, directions, tokens, confidence, rows=slice(None)):
     router.set_directions(scale * directions[rows])
 
 
-# === Statistics ===
-
-
 def unit(vectors):
     """Normalize vectors along the last axis; zeros stay zeros."""
     lengths = np.linalg.norm(vectors, axis=-1, keepdims=True)
@@ -171,16 +142,8 @@ def spherical_kmeans(tokens, num_clusters, rng):
     """Cluster directions: each token belongs to the centroid of largest cosine.
 
     The first centroids are tokens, drawn as in k-means++; the centroid of an empty
-    cluster is replaced by the token with the smallest cosine to its own.
-
-    Args:
-        tokens: `(N, D)` float array.
-        num_clusters: int, at most `N`.
-        rng: `numpy.random.Generator`.
-
-    Returns:
-        `(num_clusters, D)` centroids of length one, and the `(N,)` int array of the
-        clusters of the tokens.
+    cluster is replaced by the token with the smallest cosine to its own. Returns
+    `(num_clusters, D)` centroids of length 1, and the clusters of the `(N, D)` tokens.
 
     Source: Dhillon and Modha 2001 (spherical k-means); Arthur and Vassilvitskii 2007
     (k-means++).
@@ -205,13 +168,8 @@ def spherical_kmeans(tokens, num_clusters, rng):
 def truncated_kernel(kernel, inputs, energy):
     """Return the kernel of lowest rank that keeps most of its outputs for some inputs.
 
-    Args:
-        kernel: `(D, H)` float array.
-        inputs: `(N, D)` float array.
-        energy: float in (0, 1], the share of the outputs' sum of squares to keep.
-
-    Returns:
-        `(D, H)` array.
+    `kernel` is `(D, H)`, `inputs` are `(N, D)`, and `energy` is the share of the
+    outputs' sum of squares to keep.
     """
     if energy == 1 or not len(inputs):
         return kernel
@@ -231,11 +189,7 @@ def position_directions(tokens, num_groups):
     """Return directions that separate tokens by position, `(num_groups, D)`.
 
     Positions are divided into groups of neighbours. The direction of a group is that of
-    its column in the ridge regression of the token's group on the token.
-
-    Args:
-        tokens: `(B, S, D)` float array.
-        num_groups: int, at most `S`.
+    its column in the ridge regression of the token's group on the `(B, S, D)` tokens.
     """
     _, num_tokens, width = tokens.shape
     groups = np.arange(num_tokens) * num_groups // num_tokens
@@ -252,10 +206,8 @@ def position_directions(tokens, num_groups):
 def scale_for(logits, confidence):
     """Return the factor of logits that gives their softmax a mean confidence.
 
-    Args:
-        logits: `(N, K)` float array.
-        confidence: float, the mean of the largest probabilities. With ties it may be
-            out of reach; the factor is large then.
+    `confidence` is the mean of the largest probabilities of `(N, K)` logits. With ties
+    it may be out of reach; the factor is large then.
     """
     margins = logits - logits.max(axis=-1, keepdims=True)
     spread = float(-margins.mean()) or 1.0

@@ -4,6 +4,9 @@ Images are uint8 of shape (images, height, width, 3), 0 to 255, labels int32. Op
 packages are imported when a function needs them.
 """
 
-from keras_softmoe.datasets.samples import digits as digits, sample as sample
+from keras_softmoe.datasets.samples import (
+    digits as digits,
+    sample as sample,
+    train_vocabulary as train_vocabulary,
+)
 from keras_softmoe.datasets.tfds import from_tfds as from_tfds
-from keras_softmoe.datasets.vocabulary import train_vocabulary as train_vocabulary

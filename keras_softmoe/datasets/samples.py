@@ -1,11 +1,14 @@
-"""Small data sets that need no network."""
+"""Small data sets that need no network, and vocabularies of captions."""
 
+import io
+import string
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from keras_softmoe.checks import check_choice, check_whole_numbers
+from keras_softmoe.checks import check_choice, check_whole_numbers, received
+from keras_softmoe.types import Texts
 
 _DIRECTORY = Path(__file__).with_name("samples")
 
@@ -13,13 +16,15 @@ _DIRECTORY = Path(__file__).with_name("samples")
 _SIDE = 8
 _LEVELS = 16
 
+# Characters of captions, in lower case.
+_CHARACTERS = string.ascii_lowercase + string.digits + string.punctuation
+
 
 class Sample(NamedTuple):
     """N images with labels and captions.
 
     Attributes:
-        images: uint8 array of shape (N, size, size, 3), 0 to 255. `size` is 20 for
-            letters, 32 for all others.
+        images: uint8 array of shape (N, size, size, 3), 0 to 255, `size` 20 or 32.
         labels: int32 array of shape (N,), indices into `class_names`.
         class_names: list of str.
         captions: array of N str.
@@ -34,24 +39,18 @@ class Sample(NamedTuple):
 def sample(name: str, num_images: int | None = None) -> Sample:
     """Return synthetic images that no preset was trained on.
 
-    - `"glyphs"`: 512 letters and signs of 179 classes, white on black, drawn from fonts
-      in random weight, sharpness and perspective, some of them coarse or noisy. No
-      digits. The caption is the sign itself.
-    - `"letters"`: 512 letters and signs of 2,600 classes, anywhere in the image.
+    - `"glyphs"`: 512 letters and signs of 179 classes, white on black, 32 x 32, drawn
+      from fonts. No digits. The caption is the sign itself.
+    - `"letters"`: 512 letters and signs of 2,600 classes, anywhere in 20 x 20 pixels.
     - `"shapes"`: 256 scenes of one to three colored shapes, with captions that mention
       all or a part: "two green rings", "the square is over the blue heart". Classes
       are the 64 combinations of color and shape; the label of a pair is its first one.
     - `"new_shapes"`: 256 scenes in the 16 combinations that no training scene and no
       training caption had.
 
-    The programs that drew them are in `experiments/synthetic` of the repository.
-
     Args:
         name: str, one of the above.
         num_images: int, return the first `num_images` only.
-
-    Raises:
-        ValueError: if there is no such sample, or it has fewer images.
 
     Examples:
         >>> images, labels, class_names, captions = ksm.datasets.sample("glyphs")
@@ -63,11 +62,9 @@ def sample(name: str, num_images: int | None = None) -> Sample:
         arrays = {key: file[key] for key in file}
     if num_images is not None:
         check_whole_numbers(1, num_images=num_images)
-        found = len(arrays["images"])
-        if num_images > found:
+        if num_images > (found := len(arrays["images"])):
             raise ValueError(
-                f"The sample {name!r} has {found} images. Received: "
-                f"num_images={num_images}."
+                f"The sample has {found} images. {received(num_images=num_images)}"
             )
     images = arrays["images"][:num_images]
     return Sample(
@@ -98,7 +95,6 @@ def digits(
         channels, and labels, int32 of shape (number,), in the order of the data set.
 
     Raises:
-        ValueError: if a number is out of range or the split unknown.
         ImportError: if scikit-learn is missing (the extra `datasets`).
 
     Source: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI
@@ -145,3 +141,73 @@ def _training_half(labels, seed):
         members = rng.permutation(np.flatnonzero(labels == label))
         half[members[: -(-len(members) // 2)]] = True
     return half
+
+
+def train_vocabulary(captions: Texts, vocabulary_size: int = 400) -> bytes:
+    """Train a SentencePiece vocabulary on captions, the same for the same captions.
+
+    Special pieces are as in T5: padding 0, end of text 1, unknown 2, no beginning of
+    text. Text is lower-cased and normalized (`nmt_nfkc_cf`). All lower-case ASCII
+    letters, digits and punctuation are pieces; byte-pair encoding merges the others.
+
+    Args:
+        captions: list, tuple or one-dimensional array of str.
+        vocabulary_size: int, number of pieces, special ones included.
+
+    Returns:
+        bytes, the `proto` of `keras_hub.tokenizers.SentencePieceTokenizer`.
+
+    Raises:
+        ValueError: if `captions` are no texts, or do not give `vocabulary_size` pieces.
+
+    Source: T5 (arXiv 1910.10683), for the special pieces.
+
+    Examples:
+        >>> captions = ksm.datasets.sample("shapes").captions
+        >>> proto = ksm.datasets.train_vocabulary(captions, vocabulary_size=100)
+        >>> tokenizer = ksm.models.LIMoETokenizer(proto)
+        >>> tokenizer(["a red circle"])
+    """
+    check_whole_numbers(1, vocabulary_size=vocabulary_size)
+    captions = _checked(captions)
+    import sentencepiece
+
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(captions),
+            model_writer=model,
+            vocab_size=vocabulary_size,
+            # The default, unigram models, have few whole words on so little text.
+            model_type="bpe",
+            normalization_rule_name="nmt_nfkc_cf",
+            character_coverage=1.0,
+            required_chars=_CHARACTERS,
+            pad_id=0,
+            eos_id=1,
+            unk_id=2,
+            bos_id=-1,
+            # More threads add up in another order. Level 2: errors alone.
+            num_threads=1,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise ValueError(
+            f"SentencePiece cannot make this vocabulary: {error} Received: "
+            f"vocabulary_size={vocabulary_size}, {len(captions)} captions."
+        ) from error
+    return model.getvalue()
+
+
+def _checked(captions):
+    """Return the captions as a list of str."""
+    known = isinstance(captions, (list, tuple, np.ndarray))
+    texts = list(captions) if known and np.ndim(captions) == 1 else []
+    others = [text for text in texts if not isinstance(text, str)]
+    if not texts or others:
+        found = f"{others[0]!r} among them" if others else repr(captions)[:60]
+        raise ValueError(
+            "`captions` must be a list, tuple or one-dimensional array of str, with at "
+            f"least one. Received: captions={found}."
+        )
+    return [str(text) for text in texts]

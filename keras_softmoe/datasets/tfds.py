@@ -30,8 +30,7 @@ def from_tfds(
     Args:
         name: str, name of the data set, e.g. `"cifar10"` or `"oxford_iiit_pet:4.*.*"`.
         split: str, e.g. `"train[:90%]"`, or a list or tuple of them.
-        image_size: int, side of the square images in pixels, resized with
-            anti-aliasing.
+        image_size: int, side of the square images in pixels.
         batch_size: int, images per batch.
         shuffle: bool, shuffle files and images, anew in every epoch.
         seed: optional int, makes the shuffling repeatable.
@@ -42,15 +41,12 @@ def from_tfds(
         download: bool, download and prepare missing data.
 
     Returns:
-        A `tf.data.Dataset` of (images, labels), or a list of them in the order of
-        `split`. Images: uint8 of shape (batch, image_size, image_size, 3) in 0..255;
-        grey images get three equal channels, an alpha channel is dropped. Labels:
-        int32 of shape (batch,).
+        A `tf.data.Dataset` of (images, labels), or a list of them for several splits.
+        Images: uint8 of shape (batch, image_size, image_size, 3). Labels: int32.
 
     Raises:
         ImportError: if TensorFlow Datasets is missing (the extra `datasets`).
-        ValueError: if a number is out of range, a split is unknown, or the data set
-            has no (image, label) pairs.
+        ValueError: if a split is unknown, or there are no (image, label) pairs.
 
     Examples:
         >>> train, test = ksm.datasets.from_tfds("cifar10", ["train", "test"], 32, 128)
@@ -81,14 +77,9 @@ def from_tfds(
     for part in parts:
         _check_split(name, part, builder.info.splits)
 
-    resize = keras.layers.Resizing(
-        image_size,
-        image_size,
-        crop_to_aspect_ratio=crop_to_aspect_ratio,
-        antialias=True,
-        data_format="channels_last",
-        dtype="float32",
-    )
+    style = {"crop_to_aspect_ratio": crop_to_aspect_ratio, "antialias": True}
+    style |= {"data_format": "channels_last", "dtype": "float32"}
+    resize = keras.layers.Resizing(image_size, image_size, **style)
     image_key, _ = builder.info.supervised_keys
     channels = builder.info.features[image_key].shape[-1]
 
@@ -98,11 +89,9 @@ def from_tfds(
         return tf.saturate_cast(image, tf.uint8), tf.cast(label, tf.int32)
 
     def load(part):
+        config = tfds.ReadConfig(shuffle_seed=seed)
         dataset = builder.as_dataset(
-            split=part,
-            as_supervised=True,
-            shuffle_files=shuffle,
-            read_config=tfds.ReadConfig(shuffle_seed=seed),
+            split=part, as_supervised=True, shuffle_files=shuffle, read_config=config
         )
         if shuffle:
             dataset = dataset.shuffle(shuffle_buffer, seed=seed)

@@ -14,7 +14,7 @@ import keras
 import ml_dtypes
 import numpy as np
 
-from keras_softmoe.checks import is_whole_number, received
+from keras_softmoe.checks import check_whole_numbers, received
 from keras_softmoe.files import atomic_file
 from keras_softmoe.keras_adapter import runs
 from keras_softmoe.sharding import variables as sharded
@@ -28,29 +28,27 @@ _PREFIX = f".{FILE}."
 class Backup(keras.callbacks.Callback):
     """Callback that saves the state of `fit` to resume it after an interruption.
 
-    Start the same program again, with the same arguments of `fit`: it finds the backup,
-    skips the completed batches of the data without computing, and resumes with the same
-    losses as without an interruption. All variables of the model, its optimizer and its
-    metrics are saved, and for a single process the global random generators, but not
-    the state of other callbacks. Variables may be sharded, also over other devices when
-    training resumes. Several processes must share the directory.
+    Start the same program again, with the same arguments of `fit`: it skips the
+    completed batches of the data without computing, and resumes with the same losses as
+    without an interruption. Saved are all variables of the model, its optimizer and its
+    metrics, and for a single process the global random generators, but not the state of
+    other callbacks. Variables may be sharded, also over other devices when training
+    resumes. Several processes must share the directory.
 
     The data must have the same order after a restart: shuffle with a seed, with
-    `reshuffle_each_iteration=False`, since each epoch begins the data again. If all
-    epochs draw from one endless stream, with `steps_per_epoch`, pass `one_stream=True`.
+    `reshuffle_each_iteration=False`, since each epoch begins the data again.
 
     Args:
         directory: str or path, for this backup only.
         every: int, the number of batches between backups. `None`: only at the end of
             each epoch, which always has one.
-        one_stream: bool, whether all epochs draw from one stream. Not supported on
-            PyTorch, where Keras draws the batches.
+        one_stream: bool, whether all epochs draw from one endless stream, with
+            `steps_per_epoch`. Not supported on PyTorch.
         delete: bool, whether the backup is removed at the end of training.
 
     Raises:
-        ValueError: if `every` is not a positive integer, or `one_stream` is not
-            supported; when training starts, if the directory is not writable, or the
-            backup cannot be read or is of another model, optimizer or frozen part.
+        ValueError: if an argument is not possible; when training starts, if the
+            directory is not writable, or the backup cannot be read or does not fit.
 
     Examples:
         >>> classifier.compile("sgd")
@@ -66,16 +64,12 @@ class Backup(keras.callbacks.Callback):
         delete: bool = True,
     ):
         super().__init__()
-        if every is not None and not is_whole_number(every):
-            raise ValueError(
-                "`every` must be a positive integer, the number of batches between "
-                f"backups, or `None` for the end of each epoch. {received(every=every)}"
-            )
+        if every is not None:
+            check_whole_numbers(1, every=every)
         if one_stream and keras.backend.backend() == "torch":
             raise ValueError(
                 "On PyTorch a callback cannot skip batches of earlier epochs in one "
-                f"stream. {received(one_stream=one_stream)} Leave `steps_per_epoch` "
-                "out, so that each epoch begins the data again."
+                f"stream. {received(one_stream=one_stream)}"
             )
         # For a symbolic link the target is created if it does not exist.
         self.path = Path(os.path.realpath(directory), FILE)
@@ -221,25 +215,24 @@ class Backup(keras.callbacks.Callback):
         model = self.model
         if not model.built:
             raise ValueError(
-                f"A model must be built before the backup in '{self.path}' can be read "
-                f"into it. Received: the model {model.name!r} without variables."
+                "A model must be built before it is restored from a backup. Received: "
+                f"the model {model.name!r} without variables, and '{self.path}'."
             )
         name = _optimizer_name(model.optimizer)
         if backup.optimizer != name:
             raise ValueError(
                 f"The backup in '{self.path}' is of another optimizer. Received: {name}"
-                f", for {backup.optimizer}. Compile with that one, or remove the file."
+                f", for {backup.optimizer}."
             )
-        pairs = []
         for kind in ("model", "optimizer"):
-            variables, datasets = _variables_of(model)[kind], backup.datasets[kind]
-            self._check(kind, variables, datasets)
-            pairs += zip(variables, datasets, strict=True)
-        for variable, dataset in pairs:
-            if sharded.is_sharded(variable):
-                sharded.assign_shards(variable, dataset)
-            else:
-                variable.assign(_read(dataset))
+            self._check(kind, _variables_of(model)[kind], backup.datasets[kind])
+        for kind in ("model", "optimizer"):
+            pairs = zip(_variables_of(model)[kind], backup.datasets[kind], strict=True)
+            for variable, dataset in pairs:
+                if sharded.is_sharded(variable):
+                    sharded.assign_shards(variable, dataset)
+                else:
+                    variable.assign(_read(dataset))
         # Between epochs metrics are reset.
         if self._batches:
             self._metrics = [
@@ -248,24 +241,22 @@ class Backup(keras.callbacks.Callback):
             ]
 
     def _check(self, kind, variables, datasets):
-        expected = [_shape_and_dtype(variable) for variable in variables]
-        found = [_shape_and_dtype(dataset) for dataset in datasets]
+        specs = ([_shape_and_dtype(x) for x in xs] for xs in (variables, datasets))
+        expected, found = specs
         if found != expected:
             pairs = zip(expected, found, strict=False)
             first = next((f"; {a}, for {b}" for a, b in pairs if a != b), "")
             raise ValueError(
-                f"The backup in '{self.path}' is of another {kind}. Remove it to start "
-                f"from the beginning. Received: {len(expected)} variables, for "
-                f"{len(found)}{first}."
+                f"The backup in '{self.path}' is of another {kind}. Received: "
+                f"{len(expected)} variables, for {len(found)}{first}."
             )
         for variable, dataset in zip(variables, datasets, strict=True):
             # The state of the optimizer would belong to other variables.
             if kind == "model" and dataset.attrs["trainable"] != variable.trainable:
                 raise ValueError(
                     f"The backup in '{self.path}' is of a training in which other "
-                    "parts of the model were frozen. Freeze the same ones, or remove "
-                    f"it. Received: trainable={variable.trainable} for "
-                    f"{variable.path!r}."
+                    "parts of the model were frozen. Received: trainable="
+                    f"{variable.trainable} for {variable.path!r}."
                 )
 
     def _restore_metrics(self):
@@ -303,11 +294,9 @@ def _draw(iterator, count):
 class BackupFile(NamedTuple):
     """Content of the file of a backup.
 
-    Attributes:
-        done: pair of int, completed epochs, and completed batches of the next one.
-        optimizer: str, the classes of the optimizer and of those that it wraps.
-        datasets: dict from a kind of variables to a list of `h5py.Dataset`.
-        generators: pair of dicts, `generator_states` at the start of the epoch and now.
+    `done` is a pair of int, completed epochs and completed batches of the next one;
+    `optimizer` names classes, `datasets` is a dict from kinds of variables to lists of
+    `h5py.Dataset`, and `generators` has the states at the start of the epoch and now.
     """
 
     done: tuple
@@ -351,11 +340,9 @@ def _write(file, done, model, generators):
         for index, variable in enumerate(variables):
             dataset = f"{kind}/{index}"
             file[dataset] = keras.ops.convert_to_numpy(variable)
-            file[dataset].attrs["dtype"] = keras.backend.standardize_dtype(
-                variable.dtype
-            )
-            file[dataset].attrs["path"] = variable.path
-            file[dataset].attrs["trainable"] = variable.trainable
+            dtype = keras.backend.standardize_dtype(variable.dtype)
+            about = {"path": variable.path, "trainable": variable.trainable}
+            file[dataset].attrs.update({"dtype": dtype, **about})
 
 
 def _read(dataset):
@@ -389,8 +376,7 @@ def open_backup(path):
         except (OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise ValueError(
                 f"The backup in '{path}' cannot be read: it is damaged, or not a file "
-                "of this callback. Remove it to start from the beginning. Received: "
-                f"{error}"
+                f"of this callback. Received: {error}"
             ) from error
         yield backup
 
@@ -399,10 +385,7 @@ def open_backup(path):
 
 
 def generator_states():
-    """Return a dict of arrays, the states of the generators of Python, NumPy, backend.
-
-    (JAX has none. Layers with a seed keep their state in a variable of the model.)
-    """
+    """Return the states of the generators of Python, NumPy and backend as arrays."""
     version, words, gauss = random.getstate()
     state = np.random.get_state(legacy=False)  # noqa: NPY002
     found = {
@@ -444,10 +427,7 @@ def set_generator_states(states):
 
 
 def set_backend_states(states):
-    """Restore the states of the generators that this backend has saved.
-
-    States of missing accelerators are ignored.
-    """
+    """Restore the states of the generators that this backend has saved."""
     backend = keras.backend.backend()
     if backend == "torch" and "torch" in states:
         import torch

@@ -1,12 +1,10 @@
 """Layouts of variables and tensors, as rules from paths to axes of the mesh.
 
 The keys of a layout map are regular expressions that must match the whole path of a
-variable (examples are in the comments, with shapes of a model of width D). A variable
-without a rule is replicated on every device. `audit` checks the rules.
-
-The values are roles, which `Roles` maps to axes of a mesh: `experts` shards experts,
-`images` the batch, and so groups of images, `width` dense kernels. Experts are
-replicated along `replicas`.
+variable (examples are in the comments, with shapes of a model of width D). The values
+are roles, which `Roles` maps to axes of a mesh: `experts` shards experts, `images` the
+batch, and so groups of images, `width` dense kernels. Experts are replicated along
+`replicas`. A variable without a rule is replicated on every device.
 """
 
 import re
@@ -127,9 +125,6 @@ def layout_map(
         layouts: optional dict from a regular expression for whole paths to a tuple of
             axes of the mesh: rules that are added, or replace those with the same key.
 
-    Returns:
-        `keras.distribution.LayoutMap`.
-
     Raises:
         ValueError: if a rule has another form, or axes that the mesh does not have.
 
@@ -186,9 +181,6 @@ def _checked(layouts):
     return layouts
 
 
-# === Rules of variables ===
-
-
 class PlacementError(ValueError):
     """Error of variables that are not placed on the devices by their rules.
 
@@ -221,8 +213,7 @@ def several_match(path, keys):
 def fitted(key, layout, variable):
     """Return the layout of a variable by a rule, `None` if the rule is not for it.
 
-    A rule of this library for other ranks matches a variable of another library. That
-    of stacked weights has the axis of experts only, for weights of any rank.
+    A rule of this library for other ranks matches a variable of another library.
     """
     missing = len(variable.shape) - len(layout.axes)
     if key == _STACKED and missing > 0:
@@ -231,11 +222,7 @@ def fitted(key, layout, variable):
 
 
 def reference_name(moment, shapes):
-    """Return the name of the variable to which a moment of an optimizer belongs.
-
-    It is one of `shapes`, a dict from names by `name_in_optimizer` to shapes, or
-    `None`.
-    """
+    """Return the name of the variable to which a moment of an optimizer belongs."""
     own, shape = moment.path.rpartition("/")[2], tuple(moment.shape)
     names = [n for n in shapes if own.startswith(f"{n}_") and shapes[n] == shape]
     return max(names, key=len, default=None)
@@ -247,20 +234,14 @@ def name_in_optimizer(variable):
 
 
 def unmatched_rules(layout_map, used_keys, paths=()):
-    """Return the error for rules of a user that match nothing, or `None`.
-
-    Rules match `paths`, or are among `used_keys`, which have matched before.
-    """
+    """Return the error for rules of a user that match nothing, if there are any."""
     unmatched = [
         key
         for key in layout_map
         if not (is_known(key) or key in used_keys)
         and not any(matching_keys({key: None}, path) for path in paths)
     ]
-    if not unmatched:
-        return None
-    return (
-        "Nothing has a path that these rules match: "
-        f"{', '.join(map(repr, unmatched))}. A rule that matches nothing leaves its "
-        "variable replicated on every device."
+    return unmatched and (
+        "Nothing has a path that these rules match, which leaves variables replicated: "
+        f"{', '.join(map(repr, unmatched))}."
     )

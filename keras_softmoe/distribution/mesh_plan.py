@@ -4,35 +4,23 @@ import math
 import os
 from typing import Any, NamedTuple
 
-from keras_softmoe.checks import check_numbers, check_whole_numbers, received
+from keras_softmoe.checks import check_numbers, check_whole_numbers, received, table
 from keras_softmoe.distribution.sizes import model_size, optimizer_copies
 
-# Columns of the table, and their attributes
-_COLUMNS = {
-    "weights": "weights",
-    "moments": "moments",
-    "gradients": "gradients",
-    "activations": "activations",
-    "total": "total",
-    "moved in a step": "moved",
-}
+_SIZES = ("weights", "moments", "gradients", "activations", "total", "moved")
 
 
 class Transfer(NamedTuple):
-    """A collective operation of a training step.
+    """A collective operation of a training step."""
 
-    Attributes:
-        what: str, the tensors: `"block_1/moe: slots"`, for example.
-        operation: str, `"all-to-all"`, `"all-gather"` or `"all-reduce"`.
-        times: int, number of times in a step.
-        bytes: int, size of its result on one device each time.
-        over: int, number of devices that take part in it.
-    """
-
+    # For example "block_1/moe: slots"
     what: str
+    # "all-to-all", "all-gather" or "all-reduce"
     operation: str
+    # In a step, and the bytes of the result on one device each time
     times: int
     bytes: int
+    # Number of devices that take part in it
     over: int
 
     @property
@@ -50,10 +38,7 @@ class MeshPlan(NamedTuple):
             sharded over all devices, experts over the second axis. `(1, n)` denotes
             the papers' placement, one axis for both (no `mesh_shape`), and `(n, 1)`
             `data_parallel`.
-        weights: int, bytes of the weights.
-        moments: int, bytes of the optimizer's moments.
-        gradients: int, bytes of the gradients.
-        activations: int, bytes kept from the forward to the backward pass.
+        weights, moments, gradients, activations: int.
         transfers: tuple of `Transfer`, all of a training step.
         max_batch_size: int, the largest global batch that fits, 0 if none does.
     """
@@ -126,21 +111,12 @@ class Plan(NamedTuple):
             f"{self.devices} devices of {self.memory / 1e9:g} GB, batches of "
             f"{self.batch_size}, {self.optimizer}; GB of each device\n"
         )
-        columns = ("mesh", *_COLUMNS, "fits", "largest batch")
-        rows = [columns]
+        rows = [("mesh", *_SIZES[:-1], "moved in a step", "fits", "largest batch")]
         for mesh in self.meshes:
-            sizes = (f"{getattr(mesh, name) / 1e9:.2f}" for name in _COLUMNS.values())
+            sizes = (f"{getattr(mesh, name) / 1e9:.2f}" for name in _SIZES)
             fits = "yes" if mesh.total <= self.memory else "no"
             rows.append((mesh.label, *sizes, fits, f"{mesh.max_batch_size:,}"))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = (
-            "  ".join(
-                cell.rjust(width) if index else cell.ljust(width)
-                for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in rows
-        )
-        return head + "\n".join(line.rstrip() for line in lines)
+        return head + table(rows)
 
 
 def plan(
@@ -157,10 +133,9 @@ def plan(
     """Plan the training of a model on some devices: memory and communication.
 
     Nothing is built: all numbers follow from the configuration, for `expert_parallel`
-    on each possible mesh and for `data_parallel`. Weights and moments are exact. All
-    gradients are counted as if held at once. Activations without rematerialization are
-    an estimate (from 7 % less to 37 % more than XLA keeps on a CPU, in float32). Moved
-    bytes are the results of all collective operations of a step, without scalars.
+    on each possible mesh and for `data_parallel`. Weights and moments are exact;
+    activations without rematerialization are an estimate (from 7 % less to 37 % more
+    than XLA keeps on a CPU, in float32).
 
     Args:
         preset: name or directory of a preset (its backbone is counted), backbone, task,
@@ -170,14 +145,11 @@ def plan(
         batch_size: int, images (or pairs) of a step on all devices together. Defaults
             to one group on each device, the smallest batch.
         optimizer: str or `keras.optimizers.Optimizer` that keeps whole copies of the
-            weights, as Adam (two), SGD with momentum or Lion (one) do.
+            weights, such as Adam, SGD or Lion.
         num_classes: int or `None`, classes of an additional head.
         shard_dense: bool, as in `expert_parallel`.
         **changes: arguments of the backbone to change and settings of its routers, as
             in `from_preset`, for example `dtype="mixed_bfloat16"`.
-
-    Returns:
-        `Plan`.
 
     Raises:
         ValueError: if the model cannot be counted, or the batch is not a whole number

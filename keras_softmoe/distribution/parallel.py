@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import keras
 
 from keras_softmoe.checks import received
-from keras_softmoe.distribution import layouts as rules
+from keras_softmoe.distribution import layouts as rules, sharding_audit
 from keras_softmoe.distribution.layouts import (
     BATCH_AXIS,
     EXPERT_AXIS,
@@ -14,16 +14,7 @@ from keras_softmoe.distribution.layouts import (
     PlacementError,
     layout_map,
 )
-from keras_softmoe.distribution.sharding_audit import (
-    audit,
-    check_equal_weights,
-    check_layer,
-)
-from keras_softmoe.keras_adapter.distributions import (
-    backend_distributes,
-    lay_out_each_batch,
-    share_datasets,
-)
+from keras_softmoe.keras_adapter import distributions
 from keras_softmoe.sharding.constraints import num_shards
 from keras_softmoe.sharding.variables import process_index
 
@@ -50,16 +41,13 @@ def expert_parallel(
 
     By default one axis of the mesh shards both the batch and the experts, as in the
     papers: with `n` devices each has `1 / n` of the images and of every layer's
-    experts, and all other weights. The slots are sent to the experts and back; expert
-    weights are never sent. Optimizer moments are sharded like their variables.
-
-    Build, compile and use a model under the distribution. Tasks of this library are
-    checked before each run; for other models call `audit`. With `n` devices a batch
+    experts, and all other weights. The slots are sent to the experts and back. A batch
     needs at least `n * group_images` images, or all tokens are gathered.
 
-    Several processes call the same methods with the same data in the same order, and
-    draw the same initial weights. On PyTorch, from Keras 3.16 on, each process has one
-    device, after `keras.distribution.initialize`, and the mesh has one axis.
+    Build, compile and use a model under the distribution. Tasks of this library are
+    checked before each run; for other models call `audit`. Several processes call the
+    same methods with the same data in the same order, and draw the same initial
+    weights. On PyTorch (Keras 3.16) each process has one device, and the mesh one axis.
 
     Args:
         mesh_shape: `None`, or `(batch, experts)`: a mesh in which the experts are
@@ -74,13 +62,10 @@ def expert_parallel(
             data. `False` if each process has its own rows, the same number in each.
 
     Returns:
-        `keras.distribution.ModelParallel`, for `keras.distribution.set_distribution` or
-        `with ....scope():`. Under it building raises `PlacementError` for a number of
-        experts that the devices do not divide.
+        A distribution for `keras.distribution.set_distribution` or `with ....scope():`.
 
     Raises:
-        ValueError: if `mesh_shape`, `devices` or a rule are not possible. On PyTorch
-            also if processes have not found each other.
+        ValueError: if `mesh_shape`, `devices` or a rule are not possible.
         NotImplementedError: if the installed Keras does not support it on this backend.
 
     Source: V-MoE, section 2 and appendix B ("expert parallelism"); Soft MoE, appendix
@@ -88,10 +73,9 @@ def expert_parallel(
 
     Examples:
         >>> distribution = ksm.distribution.expert_parallel()
+        >>> name = "soft_moe_tiny_patch4_16e_32_glyphs"
         >>> with distribution.scope():
-        ...     model = ksm.models.ViTMoEBackbone.from_preset(
-        ...         "soft_moe_tiny_patch4_16e_32_glyphs"
-        ...     )
+        ...     model = ksm.models.ViTMoEBackbone.from_preset(name)
         ...     print(ksm.distribution.audit(model))
     """
     _check_backend("Sharding experts over devices", also_torch=True)
@@ -104,15 +88,11 @@ def expert_parallel(
         if backend != "jax":
             raise NotImplementedError(
                 "A mesh of batch times experts, whose axes together shard the batch, "
-                "is supported on JAX only: leave `mesh_shape` out. Received: "
-                f"backend={backend!r}."
+                f"is supported on JAX only. Received: {backend=}, {mesh_shape=}."
             )
-        mesh = keras.distribution.DeviceMesh(
-            mesh_shape, [BATCH_AXIS, EXPERT_AXIS], devices
-        )
-    return ExpertParallel(
-        layout_map(mesh, shard_dense, layouts), auto_shard_dataset=auto_shard_dataset
-    )
+        names = [BATCH_AXIS, EXPERT_AXIS]
+        mesh = keras.distribution.DeviceMesh(mesh_shape, names, devices)
+    return ExpertParallel(layout_map(mesh, shard_dense, layouts), auto_shard_dataset)
 
 
 def data_parallel(
@@ -121,15 +101,11 @@ def data_parallel(
     """Train replicas of a model, one on each device, with a share of each batch.
 
     Unlike in `keras.distribution.DataParallel` the last batch may have any size, and
-    several processes share each batch evenly. No tokens are exchanged, provided that
-    the devices divide the number of groups.
+    several processes share each batch evenly.
 
     Args:
         devices: sequence of str. Defaults to `keras.distribution.list_devices()`.
         auto_shard_dataset: see `expert_parallel`.
-
-    Returns:
-        `keras.distribution.DataParallel`.
 
     Raises:
         NotImplementedError: if the installed Keras cannot do it on this backend.
@@ -153,12 +129,9 @@ class EachBatch:
     """Mixin of distributions that choose the layout of each batch by its size.
 
     A batch is sharded over the devices if they divide its rows. Any other batch,
-    usually the last, is replicated: every device computes all of it, which is slower
-    but gives the same result, and nothing is dropped or padded.
-
-    Several processes share the batches of a `tf.data.Dataset`: each uses its rows of
-    every batch. With `auto_shard_dataset=False` each process has its own rows, the same
-    number in each step.
+    usually the last, is replicated: slower, but nothing is dropped or padded. Several
+    processes share the batches of a `tf.data.Dataset`, unless
+    `auto_shard_dataset=False`: then each has its own rows.
     """
 
     # The axes of the mesh that shard a batch.
@@ -169,8 +142,8 @@ class EachBatch:
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        lay_out_each_batch(_layout_of_batch)
-        share_datasets(_share_of_process)
+        distributions.lay_out_each_batch(_layout_of_batch)
+        distributions.share_datasets(_share_of_process)
 
     @property
     def num_devices(self):
@@ -194,16 +167,12 @@ class EachBatch:
             return replicated
         # Each device of a process gets all rows of the process.
         devices = self.device_mesh.devices.reshape(self.num_processes, -1)
-        mesh = keras.distribution.DeviceMesh(
-            devices.shape, ["process", "device"], devices
-        )
+        names = ["process", "device"]
+        mesh = keras.distribution.DeviceMesh(devices.shape, names, devices)
         return self._layout(["process", *others], mesh)
 
     def distribute_dataset(self, dataset):
-        """Return an iterable of this process' rows of all batches.
-
-        `dataset` is a `tf.data.Dataset` of whole batches, the same in all processes.
-        """
+        """Return an iterable of this process' rows of all batches."""
         if self.num_processes == 1 or not self.auto_shard_dataset:
             return dataset
         return SharedDataset(dataset, self)
@@ -286,11 +255,7 @@ class ExpertParallel(EachBatch, keras.distribution.ModelParallel):
         return super().get_data_layout(data_shape)
 
     def get_variable_layout(self, variable):
-        """Return the `TensorLayout` of a variable, by its path.
-
-        Raise `PlacementError` if several rules match the path, or the devices do not
-        divide an axis that a rule shards.
-        """
+        """Return the `TensorLayout` of a variable, or raise `PlacementError`."""
         key = self._key(variable.path)
         if key is not None:
             layout = rules.fitted(key, self.layout_map[key], variable)
@@ -312,28 +277,22 @@ class ExpertParallel(EachBatch, keras.distribution.ModelParallel):
         """Raise `PlacementError` if the devices do not divide a number of experts."""
         shards = self.num_expert_shards
         if num_experts % shards:
-            split = [n for n in range(1, self.num_devices + 1) if num_experts % n == 0]
-            split = [n for n in split if self.num_devices % n == 0]
-            instead = "start fewer processes"
-            if keras.backend.backend() == "jax":
-                mesh_shape = self.num_devices // split[-1], split[-1]
-                instead = f"replicate them: `expert_parallel({mesh_shape=})`"
             raise PlacementError(
                 f"{num_experts} experts do not divide among {shards} devices. Received:"
-                f" num_experts={num_experts}, mesh={self.device_mesh}. Use a multiple "
-                f"of {shards} experts, or {instead}."
+                f" num_experts={num_experts}, mesh={self.device_mesh}. On JAX experts "
+                "may be replicated: `expert_parallel(mesh_shape=(batch, experts))`."
             )
 
     def check_layer(self, layer):
         """Raise `PlacementError` if expert variables of a new layer are replicated."""
-        check_layer(layer, self)
+        sharding_audit.check_layer(layer, self)
 
     def check_model(self, model):
         """Raise `PlacementError` if variables of a model violate the rules."""
-        audit(model, self)
+        sharding_audit.audit(model, self)
         if keras.backend.backend() == "torch":
             # On JAX a replicated variable is one for all processes.
-            check_equal_weights(model)
+            sharding_audit.check_equal_weights(model)
 
     def _key(self, path):
         """Return the key of the rule that matches a path, `None` without one."""
@@ -379,8 +338,7 @@ def _check_divided(variable, layout):
             raise PlacementError(
                 f"{shards} devices must divide the axis of {variable.path!r} that is "
                 f"sharded over them. Received: shape={tuple(variable.shape)}, "
-                f"axes={layout.axes}, mesh={mesh}. `shard_dense=False` shards experts "
-                "only."
+                f"axes={layout.axes}, mesh={mesh}."
             )
 
 
@@ -392,7 +350,7 @@ def _check_backend(feature, also_torch=False):
     backend = keras.backend.backend()
     if backend == "jax":
         return
-    if backend == "torch" and also_torch and backend_distributes():
+    if backend == "torch" and also_torch and distributions.backend_distributes():
         import torch.distributed as dist
 
         if not (dist.is_available() and dist.is_initialized()):
@@ -406,13 +364,12 @@ def _check_backend(feature, also_torch=False):
     if backend == "torch" and also_torch:
         needed += ", or on PyTorch Keras 3.16"
     why = "would silently run on one device"
-    if backend == "torch" and backend_distributes():
+    if backend == "torch" and distributions.backend_distributes():
         why = "does it in another way, which is not supported"
     raise NotImplementedError(
         f"{feature} needs {needed}: Keras {keras.__version__} on {backend!r} {why}. "
-        "Start Python with KERAS_BACKEND=jax; presets are the same on all backends. "
-        f"{_INSTEAD.get(backend, 'Or train on one device')} (shown in the guide "
-        f"`placing_experts`). Received: backend={backend!r}."
+        f"{_INSTEAD.get(backend, 'Train on one device')} (guide `placing_experts`). "
+        f"Received: backend={backend!r}."
     )
 
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import keras
 import numpy as np
 
-from keras_softmoe.checks import received
+from keras_softmoe.checks import received, table
 from keras_softmoe.distribution import layouts
 from keras_softmoe.distribution.layouts import PlacementError
 from keras_softmoe.keras_adapter.distributions import layout_map_of
@@ -20,14 +20,8 @@ from keras_softmoe.sharding.variables import answers_of_all, is_sharded
 class Placed(NamedTuple):
     """Sharding of one variable.
 
-    Attributes:
-        path: str.
-        shape: tuple of int.
-        dtype: str.
-        axes: tuple with, for each axis, the axis of the mesh that shards it by the
-            rules, a tuple of several, or `None`.
-        shard_shape: tuple of int, the shape of the shard on one device.
-        is_expert: bool, whether the variable belongs to experts.
+    `axes` has, for each axis, the axis of the mesh that shards it by the rules, a tuple
+    of several, or `None`; `shard_shape` is the shape of the shard on one device.
     """
 
     path: str
@@ -81,16 +75,10 @@ class Audit(NamedTuple):
             sizes = f"{row.bytes_per_device:,}", f"{row.total_bytes:,}"
             lines.append((row.path, shape, _describe(row.axes), *sizes))
         sums = f"{self.bytes_per_device:,}", f"{self.total_bytes:,}"
-        lines.append(("sum", "", "", *sums))
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        text = [
-            f"{path:{widths[0]}}  {shape:{widths[1]}}  {layout:{widths[2]}}"
-            f"  {held:>{widths[3]}}  {total:>{widths[4]}}"
-            for path, shape, layout, held, total in lines
-        ]
-        text.insert(1, "-" * len(text[0]))
-        text.insert(-1, text[1])
-        return "\n".join([*text, *(f"PROBLEM: {problem}" for problem in self.problems)])
+        head, *rows, last = table([*lines, ("sum", "", "", *sums)], left=3).split("\n")
+        rule = "-" * max(map(len, (head, *rows, last)))
+        problems = (f"PROBLEM: {problem}" for problem in self.problems)
+        return "\n".join([head, rule, *rows, rule, last, *problems])
 
 
 def audit(
@@ -102,14 +90,12 @@ def audit(
     """Check the sharding of a model's variables, and raise for violated rules.
 
     The table lists the bytes on each device. All variables may be replicated on every
-    device except the experts': their kernels and biases, the slot parameters of
-    soft routers, and the moments of these in an optimizer. (The small means of rows and
-    columns in Adafactor have other shapes and are not checked.)
+    device except the experts': their kernels and biases, the slot parameters of soft
+    routers, and the moments of these in an optimizer.
 
     Args:
         model: `keras.Model` or layer that is built. The optimizer's variables are
-            checked if they exist: after `model.optimizer.build(
-            model.trainable_variables)`, or a step.
+            checked if they exist.
         distribution: the `keras.distribution.ModelParallel` or `DataParallel` with the
             rules. Defaults to the active one.
 
@@ -117,18 +103,14 @@ def audit(
         `Audit`. It has no problems under a `DataParallel`.
 
     Raises:
-        PlacementError: with a list of every expert variable or moment that is
-            replicated, variable that is not sharded by its rule, rule that matches
-            nothing, path that several rules match, and layer without a rule for its
-            slots.
-        ValueError: if no distribution is given and none is active, or the model is not
-            built.
+        PlacementError: with a list of every variable or moment that is not placed by
+            its rule, rule that matches nothing, and path that several rules match.
+        ValueError: if no distribution is given or active, or the model is not built.
 
     Examples:
+        >>> name = "soft_moe_tiny_patch4_16e_32_glyphs"
         >>> with ksm.distribution.expert_parallel(devices=["cpu:0"]).scope():
-        ...     model = ksm.models.ViTMoEBackbone.from_preset(
-        ...         "soft_moe_tiny_patch4_16e_32_glyphs"
-        ...     )
+        ...     model = ksm.models.ViTMoEBackbone.from_preset(name)
         ...     print(ksm.distribution.audit(model))
     """
     if not isinstance(model, keras.Layer) or not model.built:
@@ -174,7 +156,7 @@ def check_equal_weights(model):
         raise PlacementError(
             f"All processes must have the same weights of the model {model.name!r}. "
             "Received: sums of weights that differ. Call `keras.utils.set_random_seed` "
-            "in each process before it builds the model, or load the same preset."
+            "before the model is built, or load the same preset."
         )
 
 
@@ -235,11 +217,8 @@ class _Findings:
         if self.layout_map is None:
             return
         name = f"{variable.path!r} {shape}"
-        shards = getattr(
-            self.distribution,
-            "num_expert_shards",
-            self.distribution.device_mesh.devices.size,
-        )
+        shards = getattr(self.distribution, "num_expert_shards", None)
+        shards = shards or self.distribution.device_mesh.devices.size
         if is_expert and shards > 1 and shape[expert_axis] == shard[expert_axis]:
             if layout is None:
                 why = "no rule matches its path."

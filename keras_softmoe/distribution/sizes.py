@@ -10,23 +10,14 @@ from keras_softmoe.architecture import LIMoE, TextTower, TwoTowers, ViT
 from keras_softmoe.architecture.counting import count, itemsize
 from keras_softmoe.distribution.layouts import DENSE_RULES
 from keras_softmoe.evaluation import cost
-from keras_softmoe.evaluation.architectures import described
+from keras_softmoe.evaluation.model_cost import described
 from keras_softmoe.routers import IdentityRouter
 
 _FLOAT32 = 4
 
 
 class MoELayer(NamedTuple):
-    """Sizes of a mixture of experts.
-
-    Attributes:
-        path: str, for example `"block_1/moe"`.
-        num_experts: int.
-        expert_bytes: int, kernels and biases of all experts.
-        slot_parameter_bytes: int, `mu` of a soft router, 0 for the others.
-        slot_bytes: int, of all slots of one group of images, which are sent to the
-            experts.
-    """
+    """Sizes of a mixture of experts: `slot_bytes` of all slots of a group of images."""
 
     path: str
     num_experts: int
@@ -38,20 +29,9 @@ class MoELayer(NamedTuple):
 class ModelSize(NamedTuple):
     """Sizes that `plan` needs.
 
-    Attributes:
-        name: str.
-        parameters: int, numbers in all weights.
-        expert_parameters: int, those in kernels and biases of experts.
-        weight_bytes: int, of all weights.
-        dense_kernel_bytes: int, of the kernels that `shard_dense` shards.
-        hidden_dim: int, size of the axis along which it shards them.
-        moe_layers: tuple of `MoELayer`.
-        group_images: int, images (or pairs) that are routed together.
-        activation_bytes: int, activations of a group that the backward pass needs,
-            slots at the experts included.
-        shared_bytes: int, of weights shared by both modalities, 0 without pairs.
-        embedding_bytes: int, of the embedding of one image or caption in a contrastive
-            loss, 0 without one.
+    `hidden_dim` is the axis along which `shard_dense` shards the dense kernels,
+    `activation_bytes` are those of a group, `shared_bytes` of weights shared by both
+    modalities, and `embedding_bytes` of an image or caption in a contrastive loss.
     """
 
     name: str
@@ -68,17 +48,13 @@ class ModelSize(NamedTuple):
 
 
 def model_size(model, num_classes=None, **changes):
-    """Return the `ModelSize` of a model that is not built.
-
-    The arguments and errors are those of `evaluation.cost`; two towers, and groups that
-    are the whole batch, are refused, too.
-    """
+    """Return the `ModelSize` of a model that is not built."""
     total = cost(model, num_classes, **changes)
     found, name, num_classes, _ = described(model, num_classes, **changes)
     if isinstance(found, TwoTowers):
         raise ValueError(
-            "Two towers share nothing, and each has its own groups. Received: "
-            f"model={model!r}. Plan each tower separately."
+            "Two towers share nothing, and each has its own groups: plan them "
+            f"separately. Received: model={model!r}."
         )
     group_images = found.group_images
     if group_images is None:
@@ -154,8 +130,7 @@ def _activation_bytes(found, slots, compute):
     """Return the bytes that a group keeps from the forward to the backward pass.
 
     These are what XLA keeps without rematerialization (JAX 0.10 on a CPU, from its
-    buffer assignments), without tensors that have no token axis. `slots` are those of
-    blocks, and `compute` the bytes of a number in the dtype of computation.
+    buffer assignments), without tensors that have no token axis.
     """
     group, width, heads = found.group_images, found.hidden_dim, found.num_heads
     # Bytes of a number that is normalized: input and output, and centred in float32
@@ -216,28 +191,14 @@ def _bytes_of_experts(found, router, tokens, slots, compute):
     return total + is_half * _FLOAT32 * tokens * found.hidden_dim
 
 
-# === Optimizers ===
-
-
 def optimizer_copies(optimizer):
-    """Return how many copies of the weights an optimizer keeps, and its name.
-
-    Args:
-        optimizer: str or `keras.optimizers.Optimizer`. It is not changed.
-
-    Returns:
-        `(copies, name)`: int and str.
-
-    Raises:
-        ValueError: if it is not an optimizer, or keeps other variables than whole
-            copies.
-    """
+    """Return how many copies of the weights an optimizer keeps, and its name."""
     given = optimizer
     optimizer = keras.optimizers.get(optimizer)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ValueError(
             "`optimizer` must be the name of one or a `keras.optimizers.Optimizer`. "
-            f"Received: optimizer={given!r}. One without moments is 'sgd'."
+            f"Received: optimizer={given!r}."
         )
     # Some treat matrices, or large ones, differently.
     shapes = ((7,), (7, 5), (7, 5, 3), (200, 150))

@@ -7,11 +7,7 @@ import numpy as np
 from keras import ops
 from numpy.typing import ArrayLike
 
-from keras_softmoe.checks import (
-    check_whole_numbers,
-    first_not_finite,
-    is_whole_number,
-)
+from keras_softmoe import checks
 from keras_softmoe.types import Tensor
 
 
@@ -38,11 +34,10 @@ def retrieval(
 ) -> Retrieval:
     """Compute recall@k of images among captions and of captions among images.
 
-    Similarities are dot products in float64, computed in blocks. Ties are broken at
-    random, in expectation: if `b` wrong candidates are more similar than the right one
-    and `t` equally similar, a query counts `(k - b) / (t + 1)`, clipped to [0, 1]. So
-    equal embeddings score as guessing does. Similarities within their rounding errors
-    are tied.
+    Similarities are dot products in float64. Ties are broken at random, in expectation:
+    if `b` wrong candidates are more similar than the right one and `t` equally similar,
+    a query counts `(k - b) / (t + 1)`, clipped to [0, 1]. Similarities within their
+    rounding errors are tied.
 
     Args:
         image_embeddings: `(N, D)` float array or tensor, two images or more.
@@ -53,39 +48,30 @@ def retrieval(
         ks: distinct positive ints.
         chunk_size: int, rows and columns of a block.
 
-    Returns:
-        `Retrieval`.
-
     Raises:
         ValueError: if the embeddings are not two matrices of equal width with finite
-            numbers, there is one image only, or captions and images do not match.
+            numbers and two images or more, or captions and images do not match.
 
     Source: LIMoE, tables 4 and 7. (The paper does not say how ties count.)
 
     Examples:
-        >>> found = ksm.evaluation.retrieval(
-        ...     limoe.encode_image(scenes), limoe.encode_text(captions)
-        ... )
+        >>> embeddings = limoe.encode_image(scenes), limoe.encode_text(captions)
+        >>> found = ksm.evaluation.retrieval(*embeddings)
         >>> found.image_to_text[1], found.text_to_image[1]
     """
     images = check_embeddings("image_embeddings", image_embeddings)
     texts = check_embeddings("text_embeddings", text_embeddings)
-    if images.shape[1] != texts.shape[1]:
+    if images.shape[1] != texts.shape[1] or len(images) < 2:
         raise ValueError(
-            "Embeddings of images and captions must have the same width. Received: "
-            f"image_embeddings with shape={images.shape}, text_embeddings with "
-            f"shape={texts.shape}."
-        )
-    if len(images) < 2:
-        raise ValueError(
-            "Retrieval needs two pairs or more. Received: image_embeddings with "
-            f"shape={images.shape}."
+            "Embeddings of images, two or more, and of captions must have the same "
+            f"width. Received: image_embeddings with shape={images.shape}, "
+            f"text_embeddings with shape={texts.shape}."
         )
     owner = _owner(image_of_caption, len(images), len(texts))
     ks = tuple(ks) if np.iterable(ks) else (ks,)
-    if not ks or not all(map(is_whole_number, ks)) or len(set(ks)) < len(ks):
+    if not ks or not all(map(checks.is_whole_number, ks)) or len(set(ks)) < len(ks):
         raise ValueError(f"`ks` must be distinct positive integers. Received: ks={ks}.")
-    check_whole_numbers(1, chunk_size=chunk_size)
+    checks.check_whole_numbers(1, chunk_size=chunk_size)
     of_image, of_text = _ranks(images, texts, owner, chunk_size)
     return Retrieval(
         {int(k): float(_hit_rate(*of_image, k)) for k in ks},
@@ -163,10 +149,9 @@ def check_embeddings(name, embeddings):
     if array.ndim != 2 or not array.size or array.dtype.kind in "OSUcmMb":
         raise ValueError(
             f"`{name}` must be numbers of shape (N, D), one row or more. Received: "
-            f"{name} with shape={array.shape}, dtype={array.dtype}. They come from "
-            "`model.encode_image(images)` and `model.encode_text(texts)`."
+            f"{name} with shape={array.shape}, dtype={array.dtype}."
         )
-    row = first_not_finite(array)
+    row = checks.first_not_finite(array)
     if row is not None:
         raise ValueError(
             f"`{name}` must be finite. Received: NaN or infinity, first in row {row}."
@@ -182,8 +167,7 @@ def _owner(image_of_caption, num_images, num_captions):
                 "Without `image_of_caption` every image has the same number of "
                 f"captions. Received: {num_images} images, {num_captions} captions."
             )
-        each = num_captions // num_images
-        return np.repeat(np.arange(num_images), each)
+        return np.repeat(np.arange(num_images), num_captions // num_images)
     owner = np.asarray(ops.convert_to_numpy(image_of_caption))
     if owner.shape != (num_captions,) or owner.dtype.kind not in "iu":
         raise ValueError(
@@ -197,9 +181,8 @@ def _owner(image_of_caption, num_images, num_captions):
     if len(strange) or len(without):
         raise ValueError(
             "`image_of_caption` must name images by their index from 0 to "
-            f"{num_images - 1}, and each image at least once. Received: "
-            f"image_of_caption with {strange[:5].tolist()} outside, and "
-            f"{len(without)} images without a caption, first {without[:5].tolist()}."
+            f"{num_images - 1}, and each at least once. Received: image_of_caption "
+            f"with {strange[:5].tolist()} outside, without {without[:5].tolist()}."
         )
     return owner
 
@@ -211,11 +194,9 @@ class ZeroShot(NamedTuple):
     """Classes that a model finds in images by the names of the classes.
 
     Attributes:
-        predictions: `(N,)` int64 array, the class of the highest score; ties go to the
-            first.
+        predictions: `(N,)` int64 array, the class of the highest score, or the first.
         scores: `(N, C)` float32 array, cosines of images and classes.
-        accuracy: float from 0 to 1, the share of right predictions. `None` without
-            labels.
+        accuracy: float, the share of right predictions. `None` without labels.
         class_accuracy: `(C,)` float64 array, the same for the images of each class;
             NaN for a class without images. `None` without labels.
     """
@@ -238,8 +219,7 @@ def zero_shot(
     """Classify images by the names of the classes.
 
     The embedding of a class is the mean over templates ("a photo of a {}."), at length
-    1. To classify several sets of images, encode the classes once:
-    `model.encode_image(images) @ model.class_embeddings(names, templates).T`.
+    1.
 
     Args:
         model: any object with `encode_image(images, batch_size=..., verbose=...)` and
@@ -252,23 +232,19 @@ def zero_shot(
         batch_size: int, images per forward pass.
         verbose: 1 for the progress of encoding the images, or 0.
 
-    Returns:
-        `ZeroShot`.
-
     Raises:
-        ValueError: if names, templates or labels cannot be used, before anything is
-            encoded, or the model does not return embeddings.
+        ValueError: if names, templates or labels cannot be used, or the model does not
+            return embeddings.
 
     Source: LIMoE, appendix D.2, which follows CLIP (arXiv 2103.00020), section 3.1.4.
 
     Examples:
-        >>> found = ksm.evaluation.zero_shot(
-        ...     limoe, scenes, ["red circle", "blue star"], ["a {}", "a small {}"]
-        ... )
+        >>> names, templates = ["red circle", "blue star"], ["a {}", "a small {}"]
+        >>> found = ksm.evaluation.zero_shot(limoe, scenes, names, templates)
         >>> found.predictions.shape
         (8,)
     """
-    check_whole_numbers(1, batch_size=batch_size)
+    checks.check_whole_numbers(1, batch_size=batch_size)
     # On first use, since `models` imports KerasHub.
     from keras_softmoe.models import pair_encoding as named
 

@@ -2,8 +2,6 @@
 
 Unlike the papers' code it computes in float64, and by default it chooses the penalty
 without looking at the test images.
-
-Source: V-MoE (arXiv 2106.05974), section 3.4; Soft MoE (arXiv 2308.00951), section 3.
 """
 
 import math
@@ -14,17 +12,8 @@ from dataclasses import dataclass
 import keras
 import numpy as np
 
-from keras_softmoe.checks import (
-    check_whole_numbers,
-    first_not_finite,
-    is_whole_number,
-)
-from keras_softmoe.evaluation.ridge import (
-    L2_GRID,
-    best_l2,
-    ridge_probe,
-    sample_support,
-)
+from keras_softmoe import checks
+from keras_softmoe.evaluation import ridge
 
 # === Results ===
 
@@ -36,11 +25,10 @@ class ShotResult:
     Attributes:
         shots: int, labelled images per class.
         mean: float in [0, 1], test accuracy averaged over the support draws.
-        std: float, sample standard deviation over the draws (`ddof=1`), NaN for one
-            draw.
+        std: float, sample standard deviation over the draws, NaN for one draw.
         l2: float, the penalty, shared by all draws.
-        accuracies: tuple of floats, test accuracy of each draw, in the order of
-            `seeds`. With the same seeds and data, models can be compared in pairs.
+        accuracies: tuple of floats, test accuracy of each draw. With the same seeds and
+            data, models can be compared in pairs.
     """
 
     shots: int
@@ -112,10 +100,9 @@ def few_shot_probe(
     and a ridge classifier is fitted to their features and scored on `test`.
 
     Args:
-        backbone: maps images to features: a `keras.Model` that returns `(B, D)` or a
-            dict with `"pooled_output"` of that shape; a task, whose `preprocessor` is
-            used, too; any other callable; or `None`, if the arrays are features (or
-            pixels, which are flattened).
+        backbone: a `keras.Model` that returns `(B, D)` or a dict with `"pooled_output"`
+            of that shape; a task, whose `preprocessor` is used, too; any other
+            callable; or `None`, if the arrays are features (or pixels).
         train: pair `(x, y)`. `x`: images `(N, H, W, C)`, or features `(N, ...)` if
             `backbone` is `None`. `y`: int labels `(N,)` in `[0, num_classes)`, every
             class present.
@@ -125,8 +112,7 @@ def few_shot_probe(
             distinct non-negative ints.
         l2: the penalty, a positive float, or how to choose one for each number of
             shots: `"train"`, by the mean accuracy on the images of `train` that were
-            not drawn; `"test"`, by the mean test accuracy, as the papers do, which is
-            optimistic.
+            not drawn; `"test"`, by the mean test accuracy, as the papers do.
         preprocessor: callable applied to each batch of images before `backbone`. By
             default a task's own, else none.
         batch_size: int, images per forward pass.
@@ -137,8 +123,7 @@ def few_shot_probe(
         `print(result)` shows a table.
 
     Raises:
-        ValueError: if the data, the labels or an argument cannot be used; before any
-            feature is computed, unless the features themselves are at fault.
+        ValueError: if the data, the labels or an argument cannot be used.
 
     Source: V-MoE, section 3.4; Soft MoE, section 3.
 
@@ -148,9 +133,9 @@ def few_shot_probe(
         >>> print(ksm.evaluation.few_shot_probe(sparse, train, test, shots=(1, 2)))
     """
     shots = _integers("shots", shots, minimum=1)
-    check_whole_numbers(1, batch_size=batch_size)
+    checks.check_whole_numbers(1, batch_size=batch_size)
     if not np.iterable(seeds):
-        check_whole_numbers(1, seeds=seeds)
+        checks.check_whole_numbers(1, seeds=seeds)
         seeds = range(seeds)
     seeds = _integers("seeds", seeds, minimum=0)
     grid = _grid(l2)
@@ -161,19 +146,16 @@ def few_shot_probe(
     _check_enough(y_train, max(shots), spare=int(l2 == "train"))
     if x_train.shape[1:] != x_test.shape[1:]:
         raise ValueError(
-            "The arrays of `train` and `test` must agree in every axis but the "
-            f"first. Received: train shape={x_train.shape}, test "
-            f"shape={x_test.shape}."
+            "The arrays of `train` and `test` must agree in every axis but the first. "
+            f"Received: train shape={x_train.shape}, test shape={x_test.shape}."
         )
-    if isinstance(model, keras.Model) and preprocessor is None:
-        _check_scaled(x_train)
-        _check_scaled(x_test)
-    _check_finite("train", x_train)
-    _check_finite("test", x_test)
+    for name, x in (("train", x_train), ("test", x_test)):
+        if isinstance(model, keras.Model) and preprocessor is None:
+            _check_scaled(x)
+        _check_finite(name, x)
 
-    bar = keras.utils.Progbar(
-        len(x_train) + len(x_test), verbose=verbose, unit_name="image"
-    )
+    count = len(x_train) + len(x_test)
+    bar = keras.utils.Progbar(count, verbose=verbose, unit_name="image")
     f_train = _features(model, preprocessor, x_train, batch_size, bar)
     f_test = _features(model, preprocessor, x_test, batch_size, bar)
     _check_finite("train", f_train, part="features")
@@ -181,8 +163,8 @@ def few_shot_probe(
 
     results = []
     for count in shots:
-        draws = [sample_support(y_train, count, seed) for seed in seeds]
-        probes = [ridge_probe(f_train[d], y_train[d], num_classes) for d in draws]
+        draws = [ridge.sample_support(y_train, count, seed) for seed in seeds]
+        probes = [ridge.ridge_probe(f_train[d], y_train[d], num_classes) for d in draws]
         if l2 == "train":
             rests = [np.delete(np.arange(len(y_train)), d) for d in draws]
             scored = [
@@ -193,10 +175,9 @@ def few_shot_probe(
             scored = [probe.accuracy(f_test, y_test, grid) for probe in probes]
         else:
             scored = [[0.0]]
-        best = best_l2([np.mean(scored, axis=0)], grid)
-        accuracies = np.array(
-            [probe.accuracy(f_test, y_test, [best])[0] for probe in probes]
-        )
+        best = ridge.best_l2([np.mean(scored, axis=0)], grid)
+        found = [probe.accuracy(f_test, y_test, [best])[0] for probe in probes]
+        accuracies = np.array(found)
         std = accuracies.std(ddof=1) if len(seeds) > 1 else math.nan
         mean, accuracies = float(accuracies.mean()), tuple(accuracies.tolist())
         results.append(ShotResult(count, mean, float(std), best, accuracies))
@@ -208,17 +189,12 @@ def few_shot_probe(
 
 def _model_and_preprocessor(backbone, preprocessor):
     """Split a task into its parts; return anything else as it is."""
-    if backbone is not None and not callable(backbone):
-        raise ValueError(
-            "`backbone` must be a Keras model, a task, a callable from images to "
-            f"features, or None. Received: backbone={backbone!r}. Load a preset by "
-            "name with `ksm.models.ViTMoEBackbone.from_preset`."
-        )
-    if preprocessor is not None and not callable(preprocessor):
-        raise ValueError(
-            "`preprocessor` must be callable on a batch of images. "
-            f"Received: preprocessor={preprocessor!r}."
-        )
+    for name, given in (("backbone", backbone), ("preprocessor", preprocessor)):
+        if given is not None and not callable(given):
+            raise ValueError(
+                f"`{name}` must be callable on a batch of images, or `None`. "
+                + checks.received(**{name: given})
+            )
     if isinstance(getattr(backbone, "backbone", None), keras.Model):
         if preprocessor is None:
             preprocessor = getattr(backbone, "preprocessor", None)
@@ -271,7 +247,7 @@ def _to_matrix(output, size, flatten):
 def _integers(name, values, minimum):
     """Return `values` as a tuple of distinct ints."""
     found = tuple(values) if np.iterable(values) else (None,)
-    whole = all(is_whole_number(value, minimum) for value in found)
+    whole = all(checks.is_whole_number(value, minimum) for value in found)
     if not found or not whole or len(set(found)) < len(found):
         raise ValueError(
             f"`{name}` must be distinct integers, each at least {minimum}. "
@@ -283,7 +259,7 @@ def _integers(name, values, minimum):
 def _grid(l2):
     """Return the penalties to choose from."""
     if isinstance(l2, str) and l2 in ("train", "test"):
-        return L2_GRID
+        return ridge.L2_GRID
     number = isinstance(l2, numbers.Real) and not isinstance(l2, bool)
     if not number or not 0 < l2 < math.inf:
         raise ValueError(
@@ -310,8 +286,7 @@ def _check_split(name, split, images):
     if y.ndim != 1 or y.dtype.kind not in "iu":
         raise ValueError(
             f"The labels of `{name}` must be integers of shape (N,). "
-            f"Received: {name} y with shape={y.shape}, dtype={y.dtype}. One-hot labels "
-            "become integers with `y.argmax(-1)`."
+            f"Received: {name} y with shape={y.shape}, dtype={y.dtype}."
         )
     if len(x) != len(y):
         raise ValueError(
@@ -328,8 +303,7 @@ def _check_classes(y_train, y_test):
         raise ValueError(
             "The labels of `train` must be 0..num_classes-1, with at least two classes "
             f"and every class present. Received: {len(classes)} distinct labels from "
-            f"{classes[0]} to {classes[-1]}. `np.unique(y, return_inverse=True)` "
-            "renumbers them."
+            f"{classes[0]} to {classes[-1]}."
         )
     unknown = np.setdiff1d(y_test, classes)
     if len(unknown):
@@ -356,9 +330,8 @@ def _check_enough(labels, shots, spare):
 def _check_scaled(x):
     if x.dtype.kind in "iub":
         raise ValueError(
-            "A Keras model expects scaled images. "
-            f"Received: images of dtype={x.dtype} and no preprocessor. Pass "
-            "`preprocessor=`, or `x.astype('float32')` if the model scales images."
+            "A Keras model expects scaled images, or a `preprocessor`. Received: "
+            f"images of dtype={x.dtype}, preprocessor=None."
         )
 
 
@@ -373,13 +346,12 @@ def _check_shape(expected, batch):
     ):
         raise ValueError(
             f"The model takes images of shape {expected}. Received: batches of shape "
-            f"{tuple(found)}. `preprocessor=ksm.models.ViTMoEImageConverter("
-            f"{expected[1:3]})` resizes images."
+            f"{tuple(found)}."
         )
 
 
 def _check_finite(name, x, part="x"):
-    row = first_not_finite(x)
+    row = checks.first_not_finite(x)
     if row is not None:
         raise ValueError(
             f"The {part} of `{name}` must be finite. "

@@ -1,20 +1,26 @@
-"""The cost of a model: no weight gets a value."""
+"""The cost of a preset, a model or a dict of arguments: no weight gets a value."""
 
 import math
 import os
-from typing import NamedTuple
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import keras
 
-from keras_softmoe.architecture import Settings, TwoTowers, ViT, moe_layers_of
-from keras_softmoe.architecture.counting import (
-    Weight,
-    count,
-    count_products,
-    itemsize,
+from keras_softmoe import catalogue
+from keras_softmoe.architecture import (
+    BY_NAME,
+    Settings,
+    TwoTowers,
+    ViT,
+    counting,
+    kind_of,
+    moe_layers_of,
+    read,
 )
 from keras_softmoe.checks import check_names, check_whole_numbers
-from keras_softmoe.evaluation.architectures import described
+from keras_softmoe.routers.scores import MUTABLE_SETTINGS
 
 
 class Cost(NamedTuple):
@@ -40,15 +46,11 @@ def cost(
 ) -> Cost:
     """Count the parameters, operations and bytes of a model without its weights.
 
-    Layers are called on shapes only, one block of each kind, so the largest preset
-    takes as little time and memory as the smallest.
-
-    The operations are those of the matrix products of a prediction, slots and groups
-    full: embeddings of patches, attention, MLPs, experts, logits of routers, products
-    that dispatch and combine, pooling and heads. Elementwise functions, sorting, and
-    dispatch that moves rows (`"gather"`) count nothing. A group without a size counts
-    as one image. A LIMoE's are those of a pair whose image and caption are encoded
-    together.
+    Layers are called on shapes only, so the largest preset takes as little time and
+    memory as the smallest. The operations are those of the matrix products of a
+    prediction, slots and groups full: embeddings, attention, MLPs, experts, logits of
+    routers, products that dispatch and combine, pooling and heads. Elementwise
+    functions, sorting, and dispatch that moves rows count nothing.
 
     In layers of other libraries, and in your own, products count that go through Keras
     (`keras.ops.matmul`, `einsum`, `dot`, `tensordot`, `dot_product_attention` and
@@ -57,23 +59,19 @@ def cost(
 
     Args:
         model: the name or directory of a preset (its backbone is counted), a model of
-            this library (by its architecture; factors of LoRA do not count), a dict of
-            arguments of a backbone, or any built `keras.Model`.
+            this library (without factors of LoRA), a dict of arguments of a backbone,
+            or any built `keras.Model`.
         num_classes: int or `None`, classes of a head of a `ViTMoEBackbone`. Defaults to
             those of a classifier, otherwise to no head.
         **changes: arguments of the backbone to change and settings of its routers, as
             in `from_preset`.
 
-    Returns:
-        `Cost`.
-
     Raises:
-        ValueError: if the preset is unknown or damaged, or the model, its dtype or an
-            argument is of a kind that cannot be counted.
+        ValueError: if the preset is unknown or damaged, or the model cannot be counted.
 
-    Source: Soft MoE, section 2.3. Parameters of its table 9 are met within 0.15 % or
-    the table's rounding, operations within 0.6 %; parameters of V-MoE, table 8, within
-    0.1 %. Pairs: LIMoE, appendix D.2.
+    Source: Soft MoE, section 2.3. Parameters of its table 9 are met within 0.15 %,
+    operations within 0.6 %; parameters of V-MoE, table 8, within 0.1 %. Pairs: LIMoE,
+    appendix D.2.
 
     Examples:
         >>> ksm.evaluation.cost("soft_moe_huge_patch14_256e_224", num_classes=29593)
@@ -90,7 +88,8 @@ def cost(
                 f"{num_classes!r} for a `{type(model).__name__}`."
             )
         numbers, operations = model.count_params(), gflop_per_image(model)
-        return Cost(numbers, operations, sum(map(_bytes, model.weights)))
+        sizes = (math.prod(w.shape) * counting.itemsize(w.dtype) for w in model.weights)
+        return Cost(numbers, operations, sum(sizes))
     model = described(model, num_classes, **changes)
     weights, products = _counts(model)
     return Cost(
@@ -101,11 +100,7 @@ def cost(
 
 
 def gflop_per_image(model):
-    """Return the figure of `Cost`, also for a quantized model, whose is the same.
-
-    Args:
-        model: as in `cost`.
-    """
+    """Return the figure of `Cost`, also for a quantized model, whose is the same."""
     if not _is_of_another_library(model):
         return 2e-9 * _counts(described(model), dtype="float32")[1]
     # On first use, since `models` imports KerasHub.
@@ -113,7 +108,7 @@ def gflop_per_image(model):
 
     batch = max([moe.group_images or 1 for moe in moe_layers_of(model)], default=1)
     inputs = example_inputs(model, batch)
-    return 2e-9 * count_products(model, [model], inputs) / batch
+    return 2e-9 * counting.count_products(model, [model], inputs) / batch
 
 
 def _is_of_another_library(model):
@@ -123,16 +118,13 @@ def _is_of_another_library(model):
 
 
 def _counts(model, dtype=None):
-    """Return the weights of a `Described` model, and the products of one image.
-
-    With `dtype`, that of all weights in place of the model's own.
-    """
+    """Return the weights of a `Described` model, and the products of one image."""
     found = model.architecture
     is_pair = isinstance(found, TwoTowers)
     weights, products = [], 0
     for tower in found.towers.values() if is_pair else [found]:
         variable = dtype or _variable_dtype(tower.dtype)
-        counts = count(tower.replace(dtype=variable))
+        counts = counting.count(tower.replace(dtype=variable))
         weights += counts.weights
         products += counts.products / tower.group_size
     # Heads: a classifier's, or projections
@@ -141,19 +133,21 @@ def _counts(model, dtype=None):
         dims = found.projection_dims.items()
         heads = [(found.towers[m].output_dim, dim) for m, dim in dims if dim]
         numbers = 1 + (found.logit_bias is not None)
-        weights.append(Weight("contrastive_scale", numbers, "float32"))
+        weights.append(counting.Weight("contrastive_scale", numbers, "float32"))
     if model.num_classes is not None:
-        _check_num_classes(model)
-        heads = [(found.output_dim, model.num_classes)]
+        num_classes = model.num_classes
+        if not isinstance(found, ViT):
+            raise ValueError(
+                f"A `{found.backbone}` has no head for classes, only a "
+                f"`ViTMoEBackbone` has. Received: num_classes={num_classes!r}."
+            )
+        check_whole_numbers(1, num_classes=num_classes)
+        heads = [(found.output_dim, num_classes)]
     for width, units in heads:
         variable = dtype or _variable_dtype(model.head_dtype)
-        weights.append(Weight("head", (width + 1) * units, variable))
+        weights.append(counting.Weight("head", (width + 1) * units, variable))
         products += width * units
     return weights, products
-
-
-def _bytes(weight):
-    return math.prod(weight.shape) * itemsize(weight.dtype)
 
 
 def _variable_dtype(dtype):
@@ -163,16 +157,82 @@ def _variable_dtype(dtype):
     if is_map or policy.quantization_mode or "float" not in policy.variable_dtype:
         raise ValueError(
             "`cost` counts models in one float dtype, before they are quantized. "
-            f"Received: dtype={dtype!r}. Sum the sizes of `model.weights` instead."
+            f"Received: dtype={dtype!r}."
         )
     return policy.variable_dtype
 
 
-def _check_num_classes(model):
-    num_classes = model.num_classes
-    if not isinstance(model.architecture, ViT):
+_PAIR_TASKS = ("keras_softmoe>LIMoEContrastive", "keras_softmoe>TwoTowerContrastive")
+
+
+class Described(NamedTuple):
+    """A model: its record of `architecture`, its name and its head."""
+
+    architecture: Settings
+    name: str
+    num_classes: int | None
+    head_dtype: Any
+
+
+def described(model, num_classes=None, **changes):
+    """Describe a preset, a model or a dict of arguments.
+
+    `model` is as in `evaluation.cost`, `num_classes` defaults to a classifier's own,
+    and `changes` are arguments of the backbone and settings of its routers.
+    """
+    routing = {name: changes.pop(name) for name in MUTABLE_SETTINGS if name in changes}
+    found, name, classes, head_dtype = _read(model, changes)
+    if routing:
+        found = _with_routing(found, routing)
+    num_classes = classes if num_classes is None else num_classes
+    if head_dtype is None:
+        head_dtype = found.dtype
+    return Described(found, name, num_classes, head_dtype)
+
+
+def _read(model, changes):
+    """Return record and name of a backbone, classes and dtype of a head."""
+    if isinstance(model, Mapping):
+        arguments = {**model, **changes}
+        name = model.get("name") or "model"
+        return read(kind_of(model), arguments), name, None, None
+    if isinstance(model, str | Path):
+        kind, arguments = catalogue.read_config(model)
+        if kind not in BY_NAME:
+            raise ValueError(
+                f"`cost` counts backbones of the classes {', '.join(BY_NAME)}. "
+                f"Received: the preset {str(model)!r} of a {kind!r}."
+            )
+        return read(kind, {**arguments, **changes}), Path(model).name, None, None
+    backbone = getattr(model, "backbone", model)
+    found = getattr(backbone, "architecture", None)
+    num_classes = getattr(model, "num_classes", None)
+    classes = map(keras.saving.get_registered_name, type(model).__mro__)
+    is_task = num_classes is not None or not set(_PAIR_TASKS).isdisjoint(classes)
+    if not isinstance(found, Settings) or (backbone is not model and not is_task):
         raise ValueError(
-            f"A `{model.architecture.backbone}` has no head for classes, only a "
-            f"`ViTMoEBackbone` has. Received: num_classes={num_classes!r}."
+            "`cost` counts the name or directory of a preset, a backbone of this "
+            "library, a `ViTMoEImageClassifier`, a `LIMoEContrastive`, a "
+            "`TwoTowerContrastive` or a dict of a backbone's arguments. Received: "
+            f"model={model!r}."
         )
-    check_whole_numbers(1, num_classes=num_classes)
+    if changes:
+        found = found.replace(**changes)
+    return found, model.name, num_classes, getattr(model, "head_dtype", None)
+
+
+def _with_routing(found, routing):
+    """Return the same architecture with other settings of its routers."""
+    if isinstance(found, TwoTowers):
+        raise ValueError(
+            "The routers of two towers are set one tower at a time. Received: "
+            f"{', '.join(routing)}."
+        )
+    router = found.router
+    if not router:
+        raise ValueError(
+            f"A dense model has no routers to set. Received: {', '.join(routing)}."
+        )
+    is_list = isinstance(router, list | tuple)
+    routers = [r.with_settings(**routing) for r in (router if is_list else [router])]
+    return found.replace(router=routers if is_list else routers[0])

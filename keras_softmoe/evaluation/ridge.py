@@ -2,8 +2,6 @@
 
 Plain NumPy, in float64: the eigenvalues of a float32 decomposition (the papers'
 code) are too coarse for the smallest penalties.
-
-Source: V-MoE (arXiv 2106.05974), section 3.4, and its released evaluator.
 """
 
 from dataclasses import dataclass
@@ -23,40 +21,21 @@ ROWS = 4096
 def sample_support(labels, shots, seed):
     """Draw the same number of images from every class.
 
+    `labels` are `(N,)` ints; returns `(num_classes * shots,)` indices, class by class.
     At one seed, the images of fewer shots are among those of more shots.
-
-    Args:
-        labels: `(N,)` ints in `[0, num_classes)`, at least `shots` of each class.
-        shots: int, images per class.
-        seed: int, for `numpy.random.default_rng`.
-
-    Returns:
-        `(num_classes * shots,)` ints, indices into `labels`, class by class.
     """
     labels = np.asarray(labels)
     generator = np.random.default_rng(seed)
-    return np.concatenate(
-        [
-            generator.permutation(np.flatnonzero(labels == index))[:shots]
-            for index in range(labels.max() + 1)
-        ]
-    )
+    of_classes = (np.flatnonzero(labels == i) for i in range(labels.max() + 1))
+    return np.concatenate([generator.permutation(x)[:shots] for x in of_classes])
 
 
 def best_l2(accuracies, l2=L2_GRID):
     """Choose one penalty for several data sets, by mean rank.
 
-    Of equal accuracies in a data set the larger penalty ranks higher (in the papers'
-    code their order depends on the CPU); equal mean ranks go to the smaller one.
-
-    Args:
-        accuracies: `(num_datasets, num_penalties)` floats.
-        l2: `(num_penalties,)` floats in ascending order.
-
-    Returns:
-        Float, the chosen element of `l2`.
-
-    Source: the few-shot evaluator released with V-MoE.
+    `accuracies` are `(num_datasets, num_penalties)`. Of equal accuracies the larger
+    penalty ranks higher (in the papers' code it depends on the CPU); equal mean ranks
+    go to the smaller one. Source: the few-shot evaluator released with V-MoE.
     """
     order = np.argsort(accuracies, axis=-1, kind="stable")
     ranks = np.argsort(order, axis=-1, kind="stable")
@@ -67,14 +46,9 @@ def best_l2(accuracies, l2=L2_GRID):
 class RidgeProbe:
     """A ridge classifier, solved for every penalty at once. See `ridge_probe`.
 
-    The weights at penalty `l2` are `basis / (eigenvalues + l2) @ targets`.
-
-    Attributes:
-        mean: `(D,)` float64, subtracted from the features.
-        std: `(D,)` float64, population standard deviation + 1e-5, divided by.
-        basis: `(D + 1, R)` float64.
-        eigenvalues: `(R,)` float64, not negative.
-        targets: `(R, num_classes)` float64.
+    The weights at penalty `l2` are `basis / (eigenvalues + l2) @ targets`, with `mean`
+    and `std` `(D,)`, `basis` `(D + 1, R)`, `eigenvalues` `(R,)` and `targets` `(R,
+    num_classes)` in float64.
     """
 
     mean: np.ndarray
@@ -106,19 +80,10 @@ class RidgeProbe:
 def ridge_probe(features, labels, num_classes):
     """Fit a ridge classifier to a support set, for all penalties at once.
 
-    The features are standardised and given a constant feature of 100, the targets
-    are +1 for the image's class and -1 for the others, and the weights solve
-    `(XᵀX + l2 I) W = XᵀY`.
-
-    Args:
-        features: `(N, D)` floats. The computation is in float64.
-        labels: `(N,)` ints in `[0, num_classes)`.
-        num_classes: int.
-
-    Returns:
-        `RidgeProbe`.
-
-    Source: V-MoE, section 3.4, and its released few-shot evaluator.
+    The `(N, D)` features are standardised and given a constant feature of 100, the
+    targets are +1 for the image's class and -1 for the others, and the weights solve
+    `(XᵀX + l2 I) W = XᵀY`, in float64. Source: V-MoE, section 3.4, and its released
+    few-shot evaluator.
     """
     features = np.asarray(features, "float64")
     mean = features.mean(axis=0)

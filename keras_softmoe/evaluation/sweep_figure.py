@@ -45,14 +45,9 @@ def draw_sweep(sweep, x, y, by, baselines):
             drawing.as_percentages(ax.yaxis)
         drawing.label_axes(ax, _NAMES.get(x, x), _score_label(name, scores))
     if with_legend:
-        figure.legend(
-            legend.values(),
-            legend.keys(),
-            title=by and _NAMES.get(by, by),
-            loc="outside right upper",
-            fontsize=8,
-            title_fontsize=8,
-        )
+        title = by and _NAMES.get(by, by)
+        style = {"fontsize": 8, "title_fontsize": 8, "loc": "outside right upper"}
+        figure.legend(legend.values(), legend.keys(), title=title, **style)
     return figure
 
 
@@ -61,9 +56,8 @@ def _draw_lines(ax, sweep, x, y, by, limits):
     lines, fixed = _lines(sweep.rows, x, y, by)
     values = list(dict.fromkeys(value for line in lines.values() for value in line))
     numeric = all(drawing.is_number(value) for value in values)
-    places = values = sorted(values) if numeric else values
-    if not numeric:
-        places = range(len(values))
+    values = sorted(values) if numeric else values
+    places = values if numeric else range(len(values))
     where = dict(zip(values, places, strict=True))
     legend = {}
     styles = drawing.line_styles(lines)
@@ -103,8 +97,8 @@ def _draw_fronts(ax, sweep, x, y, by, limits):
     for row in sweep.rows:
         if by is not None and by not in row.settings:
             raise ValueError(
-                "`by` must be a setting of all rows (`by=None` for a single front). A "
-                f"row has: {', '.join(row.settings)}. Received: by={by!r}."
+                f"`by` must be a setting of all rows. Received: by={by!r} and a row "
+                f"with {', '.join(row.settings)}."
             )
         groups.setdefault(None if by is None else row.settings[by], []).append(row)
     legend = {}
@@ -157,16 +151,13 @@ def _lines(rows, x, y, by):
     """Dict from `by` to dict from `x` to scores, and the other settings."""
     names = [x] if by is None else [x, by]
     if by == x:
-        raise ValueError(
-            f"`x` and `by` must be different settings. Received: x={x!r}, by={by!r}."
-        )
+        raise ValueError(f"`x` and `by` must differ. Received: x={x!r}, by={by!r}.")
     lines, fixed = {}, None
     for row in rows:
         if any(name not in row.settings for name in names):
             raise ValueError(
-                "`x` and `by` must be settings of all rows (`by=None` for a single "
-                f"line). A row has: {', '.join(row.settings)}. "
-                f"Received: x={x!r}, by={by!r}."
+                f"`x` and `by` must be settings of all rows. Received: x={x!r}, "
+                f"by={by!r} and a row with {', '.join(row.settings)}."
             )
         others = {k: v for k, v in row.settings.items() if k not in names}
         fixed = others if fixed is None else fixed

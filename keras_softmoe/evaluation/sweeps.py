@@ -17,11 +17,8 @@ from keras_softmoe.types import Figure
 class SweepRow(NamedTuple):
     """Scores under one combination of settings.
 
-    Attributes:
-        settings: dict from the name of a setting to its value.
-        scores: dict from the name of a score, such as `"accuracy"`, to its values,
-            `(seeds,)` numbers.
-        gflop_per_image: float, as in `Cost`. `None` if unknown.
+    `settings` and `scores` are dicts from names to values, for scores `(seeds,)`
+    numbers; `gflop_per_image` is as in `Cost`, `None` if unknown.
     """
 
     settings: dict
@@ -85,25 +82,12 @@ class Sweep:
             baselines: dict from names to scores (a number, or one per seed), or to
                 functions of `x`, drawn as dashed lines beside `self.baselines`.
 
-        Returns:
-            `matplotlib.figure.Figure`.
-
         Raises:
             ValueError: if there are no rows, a row lacks `x`, `y` or `by`, or rows
                 agree in `x` and `by` or differ in further settings.
 
         Source: V-MoE, figures 2, 3, 6, 27, 28 and 33 to 35; Soft MoE, figures 3, 8 to
         11, 13 and 14; LIMoE, figures 9, 10, 14 and 15.
-
-        Examples:
-            >>> sweep = ksm.evaluation.routing_sweep(
-            ...     sparse,
-            ...     (images, labels),
-            ...     priority=("max", "position"),
-            ...     capacity_factor=(1.05, 0.25),
-            ... )
-            >>> figure = sweep.plot("capacity_factor", by="priority")
-            >>> figure = sweep.plot("gflop_per_image", by="priority")
         """
         return draw_sweep(self, x, y, by, {**self.baselines, **(baselines or {})})
 
@@ -113,29 +97,12 @@ class Sweep:
         A row is beaten by one with at least its mean score and at most its GFLOP per
         image that is better in one of the two.
 
-        Args:
-            y: str, the name of the score.
-
-        Returns:
-            `Sweep` of the rows on the front, the cost rising.
-
-        Raises:
-            ValueError: if there are no rows, or a row lacks the cost or the score.
-
-        Source: V-MoE, figures 2 and 3; Soft MoE, section 3.3 (figure 3).
-
-        Examples:
-            >>> sweep = ksm.evaluation.routing_sweep(
-            ...     sparse, (images, labels), capacity_factor=(1.05, 0.25)
-            ... )
-            >>> [row.settings for row in sweep.pareto().rows]
+        Returns a `Sweep`, the cost rising. Source: V-MoE, figures 2 and 3; Soft MoE,
+        section 3.3 (figure 3).
         """
         means = np.array([values.mean() for values in self.scores(y)])
         if any(row.gflop_per_image is None for row in self.rows):
-            raise ValueError(
-                "Each row of a sweep must have its cost. Received: a row with "
-                "gflop_per_image=None."
-            )
+            raise ValueError("Each row must have its cost. Received: a row without.")
         costs = np.array([row.gflop_per_image for row in self.rows])
         # (rows, rows): True where the column's row beats the row's.
         no_worse = (costs <= costs[:, None]) & (means >= means[:, None])
@@ -145,11 +112,7 @@ class Sweep:
         return Sweep([self.rows[i] for i in order if not beaten[i]], self.baselines)
 
     def scores(self, y: str = "accuracy") -> list:
-        """Return the values of a score, `(seeds,)` for each row.
-
-        Raises:
-            ValueError: if there are no rows, or a row lacks the score.
-        """
+        """Return the values of a score, `(seeds,)` for each row."""
         if not self.rows or any(y not in row.scores for row in self.rows):
             known = dict.fromkeys(name for row in self.rows for name in row.scores)
             raise ValueError(
@@ -181,9 +144,8 @@ def routing_sweep(
         seeds: int, number of orders of the images (seeds 0, 1, ...).
         batch_size: int, images in a batch.
         verbose: 0 for silence, 1 for a progress bar, 2 for one line.
-        layers: sequence of int, the MoE blocks whose routers are changed. All if
-            `None`. It becomes a setting of the rows, so that sweeps of several blocks
-            can be joined: `sum(sweeps, start=ksm.evaluation.Sweep(()))`.
+        layers: sequence of int, the MoE blocks whose routers are changed, a setting of
+            the rows. All if `None`.
         **grid: sequence of values for each setting of `set_routing`.
             `random_logits=(False, True, "permuted")` compares learned routers with
             random ones and with ones whose logits are permuted for each token.
@@ -196,19 +158,16 @@ def routing_sweep(
         ValueError: if images and labels differ in number, the grid is empty, or
             `set_routing` refuses a setting (before anything is evaluated).
 
-    Source: V-MoE, section 4.2 and appendices C.2 and E.4 (capacity, priority and the
-    number of experts at inference); appendix E.1 (figures 27 and 28) for
-    `random_logits=True`. (The paper permutes "the output weights" instead of logits.)
+    Source: V-MoE, section 4.2, appendices C.2 and E.4 (capacity, priority, number of
+    experts), and E.1 (figures 27 and 28, `random_logits`).
 
     Examples:
-        >>> sweep = ksm.evaluation.routing_sweep(
-        ...     sparse,
-        ...     (images, labels),
-        ...     priority=("max", "position"),
-        ...     capacity_factor=(1.05, 0.25),
-        ... )
-        >>> row = sweep.rows[0]
-        >>> row.settings, row.scores["accuracy"].mean(), row.gflop_per_image
+        >>> grid = {"priority": ("max", "position"), "capacity_factor": (1.05, 0.25)}
+        >>> sweep = ksm.evaluation.routing_sweep(sparse, (images, labels), **grid)
+        >>> sweep.rows[0].settings, sweep.rows[0].scores["accuracy"].mean()
+        >>> figure = sweep.plot("capacity_factor", by="priority")
+        >>> figure = sweep.plot("gflop_per_image", by="priority")
+        >>> [row.settings for row in sweep.pareto().rows]
     """
     if not grid or not all(len(values) for values in grid.values()):
         raise ValueError(
@@ -239,9 +198,7 @@ def routing_sweep(
             accuracies = []
             for seed in range(seeds):
                 order = np.random.default_rng(seed).permutation(len(images))
-                logits = classifier.predict(
-                    images[order], batch_size=batch_size, verbose=0
-                )
+                logits = classifier.predict(images[order], batch_size, verbose=0)
                 accuracies.append(np.mean(np.argmax(logits, axis=-1) == labels[order]))
             rows.append((settings, {"accuracy": accuracies}, gflop))
             bar.add(1, [("accuracy", np.mean(accuracies))])

@@ -22,14 +22,8 @@ from keras_softmoe.routers import Router
 class Format(NamedTuple):
     """Format of exported files.
 
-    Attributes:
-        suffix: str, suffix of the file; empty for a directory.
-        backend: str, the backend of Keras that writes it.
-        packages: tuple of str, other packages needed to write it.
-        has_half_precision: bool, whether it supports models that compute in float16 or
-            bfloat16.
-        quantized: tuple of str, the modes of quantized models that it supports, `None`
-            for all. (ONNX files would hold int4 kernels as float32.)
+    `suffix` of a directory is empty, `backend` writes the files, `packages` are needed
+    to write them, and `quantized` are the supported modes, `None` for all.
     """
 
     suffix: str
@@ -59,15 +53,13 @@ def export_model(
 ) -> None:
     """Export a model to a file that runs without Keras and without this library.
 
-    The file computes predictions, with the current settings of routers, without noise
-    and dropout. SavedModel, ONNX, LiteRT and OpenVINO are written by TensorFlow, `.pt2`
-    by PyTorch; on another backend in a subprocess with that one. Models of this library
-    have it as their method `export`.
+    The file computes predictions, with the current settings of routers. Some formats
+    are written by TensorFlow, `.pt2` by PyTorch; on another backend in a subprocess.
+    Models of this library have it as their method `export`.
 
     Args:
         model: `keras.Model` that is built.
-        filepath: str or path. An existing file is replaced when the new one is
-            complete.
+        filepath: str or path, replaced when the new file is complete.
         format: str, one of:
 
             - `"tf_saved_model"`: a directory; `tf.saved_model.load(filepath).serve(x)`.
@@ -90,9 +82,8 @@ def export_model(
         RuntimeError: if the subprocess that writes the file failed.
 
     Examples:
-        >>> model = ksm.models.ViTMoEImageClassifier.from_preset(
-        ...     "soft_moe_tiny_patch4_16e_32_glyphs"
-        ... )
+        >>> name = "soft_moe_tiny_patch4_16e_32_glyphs"
+        >>> model = ksm.models.ViTMoEImageClassifier.from_preset(name)
         >>> model.export("classifier.onnx", format="onnx", preprocessing=True)
     """
     job = checked_job(model, filepath, format, input_signature, preprocessing, kwargs)
@@ -120,10 +111,9 @@ def checked_job(
     whole = any(layer.group_images is None for layer in moe_layers_of(model))
     if None in batches and whole:
         raise ValueError(
-            "`group_images=None` routes a whole batch as one group, so the size of the "
-            "batch must be known. Received: batch sizes "
-            f"{sorted(batches, key=str)}. Pass an `input_signature`, or choose a size "
-            "of groups with `set_routing(group_images=8)`."
+            "`group_images=None` routes a whole batch as one group, so "
+            "`input_signature` must have the size of the batch. Received: batch sizes "
+            f"{sorted(batches, key=str)}."
         )
     if preprocessing and format == "torch":
         sizes = [tuple(x.shape[1:3]) for x in (signature[0], model.input)]
@@ -167,8 +157,7 @@ def _check(model, filepath, format):
         raise ValueError(
             f"A model in the format '{format}' must compute in float32. Received: a "
             f"model with layers in {' and '.join(half)}. Load it with "
-            "`from_preset(..., dtype='float32')`, or choose another format: "
-            "'tf_saved_model', 'torch'."
+            "`from_preset(..., dtype='float32')`."
         )
     modes = {getattr(layer, "quantization_mode", None) for layer in layers} - {None}
     if quantized is not None and modes - {*quantized}:
@@ -192,8 +181,7 @@ def _check_router(router):
         raise ValueError(
             "Random routing cannot be exported: an exported model must be "
             f"deterministic. Received: {router.path} with {random_logits=}, "
-            f"{priority=}. Change them with "
-            "`set_routing(random_logits=False, priority='max')`."
+            f"{priority=}."
         )
     if router.num_rows(1) is not None:
         factor = router.num_experts / router.choices_per_token
@@ -204,44 +192,28 @@ def _check_router(router):
         )
 
 
-# === Inputs ===
-
-
 def _signature(model, input_signature):
     """Return a list of the inputs, each a `keras.InputSpec` or a structure of them."""
-    if input_signature is None:
-        if not hasattr(model, "input"):
-            raise ValueError(
-                f"The inputs of a `{type(model).__name__}` are unknown, so "
-                "`input_signature` must be given: "
-                "`[keras.InputSpec(shape=(None, ...))]`. "
-                + received(input_signature=input_signature)
-            )
-        input_signature = [model.input]
-    return keras.tree.map_structure(_as_spec, list(input_signature))
+    if input_signature is None and not hasattr(model, "input"):
+        raise ValueError(
+            f"The inputs of a `{type(model).__name__}` are unknown, so "
+            "`input_signature` must be given: `[keras.InputSpec(shape=(None, ...))]`. "
+            + received(input_signature=input_signature)
+        )
 
+    def as_spec(tensor):
+        return keras.InputSpec(
+            dtype=keras.backend.standardize_dtype(tensor.dtype or "float32"),
+            shape=tuple(tensor.shape),
+            name=getattr(tensor, "name", None),
+        )
 
-def _as_spec(tensor):
-    return keras.InputSpec(
-        dtype=keras.backend.standardize_dtype(tensor.dtype or "float32"),
-        shape=tuple(tensor.shape),
-        name=getattr(tensor, "name", None),
-    )
-
-
-# === Another process ===
+    given = [model.input] if input_signature is None else list(input_signature)
+    return keras.tree.map_structure(as_spec, given)
 
 
 def save_job(model, filepath, job, backend, directory):
-    """Save a model and a job for `run_jobs`, and return the path of the job.
-
-    Args:
-        model: `keras.Model`.
-        filepath: str or path of the file to write.
-        job: dict, the other arguments of `write`.
-        backend: str, backend of the subprocess.
-        directory: path of an empty directory.
-    """
+    """Save a model and a job for `run_jobs`, and return the path of the job."""
     saved, file = Path(directory, "model.keras"), Path(directory, "job.json")
     layers = flatten_layers(model)
     own = {type(x).__name__ for x in layers if type(x).__module__ == "__main__"}

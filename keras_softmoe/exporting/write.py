@@ -10,22 +10,13 @@ from keras import ops
 
 from keras_softmoe.architecture import moe_layers_of
 from keras_softmoe.files import atomic_directory, atomic_file
-from keras_softmoe.keras_adapter.exports import (
-    drop_assertions_of_more_than_one,
-    sizes_may_be_one,
-)
+from keras_softmoe.keras_adapter import exports
 
 
 def write(model, filepath, format, input_signature, preprocessing, options):
     """Write a model with the backend in use, which must be the format's.
 
-    Args:
-        model: `keras.Model`.
-        filepath: str or path, replaced when the new file is complete.
-        format: str, see `export_model`.
-        input_signature: list of `keras.InputSpec`s, or of structures of them.
-        preprocessing: bool, see `export_model`.
-        options: dict of further arguments of `keras.Model.export`.
+    Arguments are as in `export_model`; `options` are those of `keras.Model.export`.
     """
     if preprocessing:
         (spec,) = input_signature
@@ -67,11 +58,7 @@ def image_converter(model):
 
 
 class FromPixels(keras.Model):
-    """Model with its image converter, as plain operations on tensors.
-
-    Pixels of shape `(B, height, width, channels)`, `None` where open, are resized to
-    the model's size.
-    """
+    """Model with its image converter, as plain operations on tensors."""
 
     def __init__(self, model, pixels_shape):
         super().__init__(name=model.name)
@@ -95,11 +82,7 @@ class FromPixels(keras.Model):
 
 
 def _write_torch(model, filepath, input_signature, options):
-    """Write a `.pt2` file.
-
-    Keras' exporter traces a batch of two images. In a model that routes several images
-    together that is one group, and PyTorch would assume a single group.
-    """
+    """Write a `.pt2` file. Keras' exporter traces too few groups."""
     import torch
 
     groups = [layer.group_images for layer in moe_layers_of(model)]
@@ -129,20 +112,17 @@ def _write_torch(model, filepath, input_signature, options):
         "prefer_deferred_runtime_asserts_over_guards": True,
         **options,
     }
-    with sizes_may_be_one():
+    with exports.sizes_may_be_one():
         # The weights are constants of the function. Those of a module would be written
         # twice.
         exported = torch.export.export(Module(), examples, **arguments)
-    drop_assertions_of_more_than_one(exported.graph_module.graph)
+    exports.drop_assertions_of_more_than_one(exported.graph_module.graph)
     torch.export.save(exported, filepath)
 
 
 @contextlib.contextmanager
 def _groups_of(model, batch):
-    """Replace `group_images=None` by the batch size inside this context.
-
-    TensorFlow also traces a model for batches of any size.
-    """
+    """Replace `group_images=None` by the batch size inside this context."""
     whole = [layer for layer in moe_layers_of(model) if layer.group_images is None]
     for layer in whole:
         layer.group_images = batch
@@ -165,14 +145,11 @@ def _quiet():
         logger.setLevel(level)
 
 
-# === ONNX ===
-
-
 def _tidy_onnx(filepath):
     """Rewrite an ONNX file in less space, with the axis of the batch called "batch".
 
-    TensorFlow multiplies the int8 kernels of experts in float32. The converter makes
-    float32 constants of them, and more constants of which only the shape is used.
+    The converter makes float32 constants of int8 kernels, and more constants of which
+    only the shape is used.
     """
     import onnx
 

@@ -62,10 +62,9 @@ class BatchesOf(DataAdapter):
             self._drawn = list(itertools.islice(self._iterator, 1))
         if not self._drawn:
             raise ValueError(
-                "There are no batches left: a generator gives its batches once. "
-                f"Received: {self._iterator!r}. Several runs need data that can be "
-                "iterated again, such as a `keras.utils.PyDataset`, or an infinite "
-                "generator and `steps_per_epoch`."
+                "There are no batches left: a generator gives its batches once, so "
+                "several runs need data that can be iterated again. "
+                f"Received: {self._iterator!r}."
             )
         yield self._drawn[0]
         self._drawn = []

@@ -26,10 +26,8 @@ def layout_map_of(distribution):
 def lay_out_each_batch(layout_of):
     """Let distributions choose the layout of every batch, instead of the first only.
 
-    Keras reuses the layout of the first batch of an epoch for all, which fails at the
-    last one if its size is not divisible by the devices. `layout_of` takes the shape of
-    a process' rows of a batch and returns a `keras.distribution.TensorLayout`, or
-    `None` for that of Keras. Only the first call has an effect.
+    Keras reuses the layout of the first batch of an epoch for all. `layout_of` takes
+    the shape of a process' rows and returns a `TensorLayout` or `None`.
     Would be replaced by: Keras calling `Distribution.get_data_layout` for each batch.
     """
     if keras.backend.backend() == "torch":
@@ -55,9 +53,7 @@ def share_datasets(share):
     """Let distributions choose the rows of a process, as before Keras 3.16.
 
     From 3.16 on Keras cuts the stream of all rows anew, so that the last batches of two
-    processes may have different sizes. `share` takes a `tf.data.Dataset` and the
-    distribution, and returns the share of this process, or `None` for that of Keras.
-    Only the first call has an effect.
+    processes may differ. `share` takes a `tf.data.Dataset` and the distribution.
     Would be replaced by: `Distribution.distribute_dataset`, as Keras 3.15 has it.
     """
     from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter

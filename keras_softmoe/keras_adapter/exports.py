@@ -7,10 +7,6 @@ def has_preset_file(preset, file):
     """Return whether a preset has a file, fetching it for a handle.
 
     Would be replaced by: a public function of KerasHub that finds files by a handle.
-
-    Args:
-        preset: str or path of a directory, or a handle.
-        file: str, name of the file.
     """
     from keras_hub.src.utils.preset_utils import check_file_exists
 
@@ -20,7 +16,6 @@ def has_preset_file(preset, file):
 def sizes_may_be_one():
     """Make `torch.export` not assume that open sizes exceed one, in a `with` block.
 
-    A batch may consist of one image, and of one group.
     Would be replaced by: `torch.export.Dim` for sizes that follow from others.
     """
     from torch.fx.experimental import _config
@@ -31,12 +26,8 @@ def sizes_may_be_one():
 def drop_assertions_of_more_than_one(graph):
     """Remove the assertions of an exported graph that an open size is not one.
 
-    PyTorch adds them when it inspects memory layouts, which differ for a single row. No
-    result depends on them.
+    PyTorch adds them for memory layouts; no result depends on them.
     Would be replaced by: `torch.export` without unnecessary assertions.
-
-    Args:
-        graph: `torch.fx.Graph`.
     """
     import torch
 

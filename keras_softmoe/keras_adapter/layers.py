@@ -52,6 +52,7 @@ if keras.backend.backend() == "torch":
     from keras_softmoe.keras_adapter import torch_modules
 
     torch_modules.register(Layer)
+    Layer.__call__ = torch_modules.quick(keras.layers.Layer.__call__)
 
 
 def is_in_training_mode(layer):

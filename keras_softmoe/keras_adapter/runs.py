@@ -1,8 +1,9 @@
-"""Runs of a model: `fit`, `evaluate` and `predict`."""
+"""Runs of a model, `fit`, `evaluate` and `predict`, and its optimizer."""
 
 import contextlib
 import contextvars
 import functools
+from types import SimpleNamespace
 
 import keras
 from keras.src.backend import compute_output_spec
@@ -16,8 +17,7 @@ def wrap_compilation(cls, around):
     Keras compiles a step once, with the settings of the layers as constants. `around`
     is a callable `(model, step, make)`, where `step` is `"train"`, `"test"` or
     `"predict"`, and `make(again)` makes the step, with `again=True` even if it exists.
-    Would be replaced by: a method of `keras.Model` that is called before each run and
-    returns whether to compile again.
+    Would be replaced by: a method of `keras.Model` called before each run.
     """
     for step in ("train", "test", "predict"):
         name = f"make_{step}_function"
@@ -48,9 +48,9 @@ _LENGTH_IS_UNKNOWN = contextvars.ContextVar("length_is_unknown", default=False)
 def batches_of_length(length):
     """Enter a run over so many batches, `None` if their number is unknown.
 
-    Then Keras on TensorFlow begins a step before it knows whether there is a batch:
-    after the last one it counts one more iteration, and decays the weights.
-    Would be replaced by: a step of TensorFlow that waits for its batch.
+    Else Keras on TensorFlow begins a step before it knows whether there is a batch, and
+    counts one iteration too many. Would be replaced by: a step that waits for its
+    batch.
     """
     token = _LENGTH_IS_UNKNOWN.set(length is None)
     try:
@@ -77,11 +77,7 @@ def _end_with_the_data(model, step):
 
 
 def _trace_once(model, step):
-    """Let the next call of a compiled step be traced once, on TensorFlow.
-
-    A step that creates variables of the optimizer and the metrics is traced a second
-    time without that. On the other backends Keras creates them beforehand.
-    """
+    """Let the next call of a compiled step be traced once, on TensorFlow."""
     if model.run_eagerly:
         return
     name = f"{step}_function"
@@ -93,6 +89,7 @@ def _trace_once(model, step):
             model.optimizer.build(model.trainable_variables)
         # Other batches than `tf.data` have no specification: two traces are correct,
         # too.
+        # Other batches than `tf.data` have no specification: two traces are correct.
         if hasattr(iterator, "element_spec") and not has_metrics(model):
             batch = keras.tree.map_structure(
                 lambda spec: keras.KerasTensor(spec.shape, spec.dtype.name),
@@ -100,9 +97,8 @@ def _trace_once(model, step):
             )
             x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)
             with contextlib.suppress(RuntimeError, TypeError, ValueError):
-                compute_output_spec(
-                    model.compute_metrics, x, y, model.output, sample_weight=weight
-                )
+                update = functools.partial(model.compute_metrics, sample_weight=weight)
+                compute_output_spec(update, x, y, model.output)
         return run(iterator)
 
     setattr(model, name, prepare_and_run)
@@ -111,8 +107,7 @@ def _trace_once(model, step):
 def map_predictions(model, function):
     """Apply a function to each tensor returned by a step of `predict`.
 
-    Where several processes share a model, each gets the rows of its own devices, which
-    Keras does not gather.
+    Where processes share a model, each gets the rows of its own devices.
     Would be replaced by: `predict` that gathers the rows of all processes.
     """
     predict = model.predict_function
@@ -123,13 +118,10 @@ def map_predictions(model, function):
     def mapped(*arguments):
         if keras.backend.backend() == "torch":
             # One batch after the other: Keras joins those of a step.
-            outputs = [
-                keras.tree.map_structure(function, predict([batch]))
-                for batch in arguments[0]
-            ]
-            return keras.tree.map_structure(
-                lambda *x: keras.ops.concatenate(x), *outputs
-            )
+            parts = [predict([batch]) for batch in arguments[0]]
+            parts = [keras.tree.map_structure(function, part) for part in parts]
+            join = keras.ops.concatenate
+            return keras.tree.map_structure(lambda *x: join(x), *parts)
         outputs, state = predict(*arguments)
         return keras.tree.map_structure(function, outputs), state
 
@@ -142,8 +134,8 @@ def kept_weights(model, trains):
     """Let a model keep its weights if its data raise an error in this context.
 
     On JAX Keras moves the weights out of the model for its steps. If a pipeline fails
-    at the first batch of `fit` (`trains`), or at any of `evaluate`, they are lost.
-    Would be replaced by: `JAXTrainer` restoring its state in a `finally`.
+    they are lost. Would be replaced by: `JAXTrainer` restoring its state in a
+    `finally`.
     """
     if keras.backend.backend() != "jax" or not model.compiled:
         yield
@@ -189,8 +181,8 @@ def has_metrics(model):
 def make_metrics(model, batch):
     """Build the metrics of a compiled model, which TensorFlow does in its first step.
 
-    A model that cannot be traced symbolically is left unchanged.
-    Would be replaced by: a public `Model.build_metrics(batch)`.
+    A model that cannot be traced stays unchanged. Would be replaced by: a public
+    `Model.build_metrics(batch)`.
     """
     with contextlib.suppress(RuntimeError, ValueError):
         model._symbolic_build(data_batch=batch)
@@ -202,8 +194,8 @@ def make_metrics(model, batch):
 def set_first_epoch(model, epoch):
     """Start the current `fit` at a later epoch, from a callback's `on_train_begin`.
 
-    With `None` it is reset, when the `fit` has begun.
-    Would be replaced by: a public `Model.initial_epoch` that each `fit` resets.
+    `None` resets it. Would be replaced by: a public `Model.initial_epoch` that each
+    `fit` resets.
     """
     if epoch is not None:
         model._initial_epoch = _FirstEpoch(epoch, model)
@@ -212,11 +204,7 @@ def set_first_epoch(model, epoch):
 
 
 class _FirstEpoch(int):
-    """Initial epoch that is true only in the `fit` for which it was set.
-
-    Keras never resets it, not even after an interruption. The next `fit` has another
-    `History`.
-    """
+    """Initial epoch that is true only in the `fit` for which it was set."""
 
     def __new__(cls, epoch, model):
         self = super().__new__(cls, epoch)
@@ -291,3 +279,76 @@ def before_compiling_distillers(check):
         return compile_(self, *args, **kwargs)
 
     keras.distillation.Distiller.compile = checked
+
+
+# === Optimizers ===
+
+
+class InOnePass:
+    """Mixin for an optimizer that on PyTorch updates variables in one pass.
+
+    `update_together(gradients, variables, learning_rate)` returns pairs of gradient and
+    variable that are left to `update_step`.
+    Would be replaced by: a public `Optimizer.update_steps` of all variables.
+    """
+
+    def _backend_update_step(self, grads, trainable_variables, learning_rate):
+        if keras.backend.backend() == "torch":
+            left = self.update_together(grads, trainable_variables, learning_rate)
+            grads, trainable_variables = zip(*left, strict=True) if left else ((), ())
+        super()._backend_update_step(grads, trainable_variables, learning_rate)
+
+
+class OwnAverages:
+    """Mixin for an optimizer that calls `update_averages` after every step.
+
+    Would be replaced by: a public `Optimizer.update_averages`.
+    """
+
+    def _update_model_variables_moving_average(self, trainable_variables):
+        self.update_averages(trainable_variables)
+
+
+def averages_of(optimizer):
+    """Return the averages of an optimizer with `use_ema=True`, variables or `None`.
+
+    Would be replaced by: a public `Optimizer.averages`.
+    """
+    return optimizer._model_variables_moving_average
+
+
+def variables_of(optimizer):
+    """Return the list of variables that an optimizer was built for.
+
+    Would be replaced by: a public `Optimizer.trainable_variables`.
+    """
+    return optimizer._trainable_variables
+
+
+def index_of(optimizer, variable):
+    """Return the index of a variable among those that an optimizer was built for.
+
+    Would be replaced by: a public `Optimizer.get_variable_index`.
+    """
+    return optimizer._get_variable_index(variable)
+
+
+def num_gradients(optimizer):
+    """Return the number of gradients applied to an optimizer, an int tensor.
+
+    `Optimizer.iterations` counts accumulated gradients as one. Would be replaced by: a
+    public counterpart of it.
+    """
+    return optimizer._iterations + 0
+
+
+class MuonByShape:
+    """Mixin, in front of `keras.optimizers.Muon`, for shapes other than the variables'.
+
+    `shape_of(variable)` returns the shape by which Muon or AdamW is chosen.
+    Would be replaced by: a public method of `Muon` that chooses.
+    """
+
+    def _should_use_adamw(self, variable):
+        like = SimpleNamespace(path=variable.path, shape=self.shape_of(variable))
+        return super()._should_use_adamw(like)

@@ -1,10 +1,14 @@
-"""Parts of built models: finding, replacing and tracing them."""
+"""Parts of built models: finding, naming, replacing, tracing and counting them."""
 
 import contextlib
+import math
+import re
 
 import keras
+from keras.src import backend as keras_backend
 from keras.src.backend import compute_output_spec
 from keras.src.models.functional import Functional
+from keras.src.utils.naming import to_snake_case
 
 from keras_softmoe.keras_adapter.layers import flatten_layers
 
@@ -21,8 +25,7 @@ def sublayers(model):
     """Yield `(path, layer, parent)` of all layers in a model, parents first, in order.
 
     Parts of a layer come in the order in which it got them, layers of a functional
-    model in the order of its graph, and a layer that is used in several places once.
-    Paths are names below the model with `/` between them.
+    model in that of its graph, and each once. Paths are names with `/` between them.
     Would be replaced by: a public `keras.Layer.flatten_layers()` in that order.
     """
     seen = {id(model)}
@@ -42,7 +45,6 @@ def sublayers(model):
 def sublayer(parent, name):
     """Return the part of a layer with a name, or in an attribute; `None` without one.
 
-    The attribute may have an underscore before the name.
     Would be replaced by: a public dict of the sublayers of a layer.
     """
     for layer in parent._layers:
@@ -58,7 +60,6 @@ def sublayer(parent, name):
 def replace_sublayer(parent, old, new):
     """Replace a part of a built layer, in an attribute or in a list in one.
 
-    The `call` of `parent`, which is no functional model, then uses the new one.
     Would be replaced by: sublayers that can be set in a built layer, as
     https://github.com/keras-team/keras/issues/18601 proposes.
     """
@@ -84,7 +85,7 @@ def replace_sublayer(parent, old, new):
     if not found:
         raise ValueError(
             f"The layer {parent.path!r} must have an attribute with the part that is "
-            f"to be replaced. Received: {old.path!r}. Name a layer around it."
+            f"to be replaced. Received: {old.path!r}."
         )
 
 
@@ -99,7 +100,7 @@ def attributes_of(layer):
 def forget_calls(layer):
     """Clear the calls of a layer on Keras tensors, as of one that is new.
 
-    The configuration of a graph counts the calls of a layer from its first one.
+    A graph counts the calls of a layer from its first one.
     Would be replaced by: configurations of graphs that count from the call at hand.
     """
     layer._inbound_nodes.clear()
@@ -108,7 +109,6 @@ def forget_calls(layer):
 def renew_parameters(model):
     """Register the weights of all layers of a model anew in their PyTorch modules.
 
-    Layers list their parameters once, when they are built.
     Would be replaced by: lists that follow the variables of a layer.
     """
     if keras.backend.backend() == "torch":
@@ -120,16 +120,11 @@ def renew_parameters(model):
 def call_symbolically(model, inputs, around=None, start=None, parts=None):
     """Call a model on shapes: it computes no numbers, but calls all its layers.
 
-    Would be replaced by: a public `keras.compute_output_spec`.
-
-    Args:
-        model: built `keras.Layer`; or a callable, with `parts`.
-        inputs: `keras.KerasTensor` of known sizes, or a structure of them.
-        around: dict from ids of layers in the model to callables
-            `(call, inputs, *args, **kwargs)`, called in place of the layer's `call`.
-        start: callable for the start of each call: PyTorch computes with numbers where
-            it cannot without.
-        parts: the layers that a callable calls. Defaults to those of the layer.
+    `inputs` are (structures of) `keras.KerasTensor` of known sizes. `around` is a dict
+    from ids of layers to callables `(call, inputs, *args, **kwargs)` in place of their
+    `call`, `start` a callable for the start of each call, and `parts` are the layers of
+    a `model` that is a callable. Would be replaced by: a public
+    `keras.compute_output_spec`.
     """
     around = around or {}
     is_layer = isinstance(model, keras.Layer)
@@ -155,3 +150,168 @@ def call_symbolically(model, inputs, around=None, start=None, parts=None):
             return (model.call if is_layer else model)(inputs, **known)
 
         return compute_output_spec(call, inputs)
+
+
+# === Names of weights ===
+
+
+def named_weights(layer):
+    """Yield `(path, weight)` of a layer, each weight once, in the order of `weights`.
+
+    Automatic names such as `dense_7` have a counter of the process, which starts anew
+    here, so that all instances have the same names.
+    Would be replaced by: names of Keras that are unique in a model.
+    """
+    seen, taken = set(), set()
+
+    def unique(prefix, name, kind):
+        if _is_counted(name, kind):
+            name = name.rpartition("_")[0]
+        name = new = prefix + name.replace(".", "_")
+        count = 0
+        while new in taken:
+            count += 1
+            new = f"{name}_{count}"
+        taken.add(new)
+        return new
+
+    def below(part, prefix):
+        for weight in part._trainable_variables + part._non_trainable_variables:
+            if id(weight) not in seen:
+                seen.add(id(weight))
+                yield unique(prefix, weight.name, keras.Variable), weight
+        for child in part._layers:
+            if id(child) not in seen:
+                seen.add(id(child))
+                yield from below(child, f"{unique(prefix, child.name, type(child))}/")
+
+    return below(layer, "")
+
+
+def _is_counted(name, kind):
+    """Return whether a name is an automatic one with a counter."""
+    if not name[-1:].isdigit():
+        return False
+    stem = r"\w+" if issubclass(kind, keras.Model) else to_snake_case(kind.__name__)
+    return bool(re.fullmatch(rf"{stem}_\d+", name))
+
+
+# === Matrix products ===
+
+
+@contextlib.contextmanager
+def counted_products():
+    """Count the multiply-adds of Keras' matrix products in this context.
+
+    They are those of `keras.ops.matmul`, `dot`, `tensordot`, `einsum` and
+    `dot_product_attention` and of convolutions, in any layer, also in a symbolic call.
+    Would be replaced by: a public count of operations in Keras.
+    """
+    products = Products()
+    numpy, nn = keras_backend.numpy, keras_backend.nn
+    counters = {
+        (numpy, "matmul"): _of_matmul,
+        (numpy, "dot"): _of_matmul,
+        (numpy, "tensordot"): _of_tensordot,
+        (numpy, "einsum"): _of_einsum,
+        (nn, "conv"): _of_conv,
+        (nn, "depthwise_conv"): _of_depthwise_conv,
+        (nn, "separable_conv"): _of_separable_conv,
+        (nn, "conv_transpose"): _of_conv_transpose,
+        (nn, "dot_product_attention"): _of_attention,
+    }
+    with contextlib.ExitStack() as stack:
+        for (module, name), counter in counters.items():
+            function = getattr(module, name)
+            stack.callback(setattr, module, name, function)
+            setattr(module, name, products.counting(function, counter))
+        yield products
+
+
+class Products:
+    """A count that can be paused.
+
+    Would be replaced by: see `counted_products`.
+    """
+
+    def __init__(self):
+        self.total, self._is_paused = 0, False
+
+    @contextlib.contextmanager
+    def paused(self):
+        """Count nothing in this context."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def restart(self):
+        """Count from zero."""
+        self.total = 0
+
+    def counting(self, function, counter):
+        """Return a function that also counts, with `counter(outputs, *arguments)`."""
+
+        def counted(*args, **kwargs):
+            if self._is_paused:
+                return function(*args, **kwargs)
+            # One may call another.
+            with self.paused():
+                outputs = function(*args, **kwargs)
+            self.total += counter(outputs, *args, **kwargs)
+            return outputs
+
+        return counted
+
+
+def _of_matmul(outputs, x1, x2, *args, **kwargs):
+    return math.prod(outputs.shape) * (x1.shape[-1] if len(x1.shape) else 1)
+
+
+def _of_tensordot(outputs, x1, x2, axes=2):
+    # Sizes of both are those of the output times the square of the summed ones.
+    both = math.prod(x1.shape) * math.prod(x2.shape)
+    summed = math.isqrt(both // max(math.prod(outputs.shape), 1))
+    return math.prod(outputs.shape) * summed
+
+
+def _of_einsum(outputs, subscripts, *operands, **kwargs):
+    if len(operands) < 2:
+        return 0
+    sizes, most = {}, 1
+    for term, x in zip(subscripts.split("->")[0].split(","), operands, strict=True):
+        letters = term.replace(" ", "")
+        shape = tuple(x.shape)
+        if "..." in letters:
+            before, after = map(len, letters.split("..."))
+            end = len(shape) - after
+            most = max(most, math.prod(shape[before:end]))
+            shape, letters = shape[:before] + shape[end:], letters.replace("...", "")
+        sizes |= dict(zip(letters, shape, strict=True))
+    return most * math.prod(sizes.values())
+
+
+def _of_conv(outputs, inputs, kernel, *args, **kwargs):
+    return math.prod(outputs.shape) * math.prod(kernel.shape[:-1])
+
+
+def _of_depthwise_conv(outputs, inputs, kernel, *args, **kwargs):
+    return math.prod(outputs.shape) * math.prod(kernel.shape[:-2])
+
+
+def _of_separable_conv(outputs, inputs, depthwise_kernel, pointwise_kernel, *a, **k):
+    *size, channels, multiplier = depthwise_kernel.shape
+    units = pointwise_kernel.shape[-1]
+    places = math.prod(outputs.shape) // units
+    return places * channels * multiplier * (math.prod(size) + units)
+
+
+def _of_conv_transpose(outputs, inputs, kernel, *args, **kwargs):
+    return math.prod(inputs.shape) * math.prod(kernel.shape[:-1])
+
+
+def _of_attention(outputs, query, key, value, *args, **kwargs):
+    batch, queries, heads, width = query.shape
+    keys = key.shape[1]
+    return batch * queries * keys * heads * (width + value.shape[-1])

@@ -1,4 +1,4 @@
-"""Layers as PyTorch modules: names of weights, dtypes and `train()`."""
+"""Layers as PyTorch modules: names of weights, dtypes, `train()`, and quick calls."""
 
 import functools
 import warnings
@@ -6,17 +6,18 @@ import warnings
 import keras
 import torch
 from keras.src.backend.common import global_state
+from keras.src.backend.common.variables import AutocastScope
 from keras.src.backend.torch.layer import TorchLayer
 
-from keras_softmoe.keras_adapter.names import named_weights
+from keras_softmoe.keras_adapter.surgery import named_weights
 
 
 class Weights(torch.nn.Module):
     """The weights of a layer with all its parts, as parameters of a PyTorch module.
 
-    They are looked up whenever PyTorch asks: LoRA, quantization and `build` change
-    them. Their names have no counters, so that a `state_dict` fits other instances.
-    Would be replaced by: Keras registering sublayers as modules, and weights by name.
+    They are looked up whenever PyTorch asks, since LoRA, quantization and `build`
+    change them, and their names have no counters. Would be replaced by: Keras
+    registering sublayers as modules, and weights by name.
     """
 
     def __init__(self, layer):
@@ -51,8 +52,7 @@ class Weights(torch.nn.Module):
         if not (layer.built or getattr(type(layer).build, "_is_default", False)):
             warnings.warn(
                 f"The layer {layer.name!r} has no weights before it is built: an "
-                "optimizer that is given its parameters now will not train them. Call "
-                "it once, or `layer.build(shape)`, before the optimizer is made.",
+                "optimizer that is given its parameters now will not train them.",
                 stacklevel=2,
             )
         return super().named_modules(*args, **kwargs)
@@ -73,10 +73,9 @@ class Weights(torch.nn.Module):
                 mixed = f" or 'mixed_{name}'" if name.endswith("float16") else ""
                 raise ValueError(
                     "A Keras layer computes in the dtype of its policy, which `.to`, "
-                    "`.half` and `.double` do not change. Received: "
-                    f"{dtype} for the layer {self.layer.name!r} of "
-                    f"dtype={policy.name!r}. Create the layer with "
-                    f"`dtype={name!r}`{mixed}; `.to(device)` moves it."
+                    f"`.half` and `.double` do not change: create it with "
+                    f"`dtype={name!r}`{mixed}. Received: {dtype} for the layer "
+                    f"{self.layer.name!r} of dtype={policy.name!r}."
                 )
 
         def moved(x):
@@ -96,9 +95,7 @@ def register(cls):
     """Let layers of a class, and those around them, list their weights as `Weights`.
 
     Keras lists the weights of each layer once, by paths: of two weights of equal paths
-    one is lost, LoRA factors are missing in the lists of the layers around, and each
-    weight is in the lists of all of them.
-    Would be replaced by: as for `Weights`.
+    one is lost, and LoRA factors are missing. Would be replaced by: as for `Weights`.
     """
     track = TorchLayer._track_variables
 
@@ -135,4 +132,81 @@ def is_in_training_mode(layer):
     layers = [layer, context.entry_layer] if context else [layer]
     return any(vars(x).get("_is_set_to_train") for x in layers) and (
         context is None or context.get_value("training") is None
+    )
+
+
+# === Calls of layers inside of other layers ===
+
+
+def quick(keras_call):
+    """Return `Layer.__call__` without the steps that change nothing inside of a call.
+
+    PyTorch runs each call as it comes, and the steps of Keras (conversions, signatures,
+    scopes, masks, modules) cost ten times the operators of a small layer. They are left
+    out for a built layer that is called with tensors, unless there is a mask to pass
+    on, a hook, a distribution, a quantized kernel or rematerialization.
+    Would be replaced by: a `Layer.__call__` of Keras that checks for what it needs.
+    """
+
+    @functools.wraps(keras_call)
+    def call(layer, *args, **kwargs):
+        tensors = _converted(layer, args) if _is_plain(layer) else None
+        context = global_state.get_global_attribute("current_call_ctx")
+        training = kwargs.get("training")
+        known = context and context.get_value("training")
+        # An argument may differ from the one around, which Keras then changes.
+        differs = training is not None and context and training != known
+        if tensors is None or differs or kwargs.get("mask") is not None:
+            return keras_call(layer, *args, **kwargs)
+        if not layer._call_has_training_arg:
+            kwargs.pop("training", None)
+        elif known is not None:
+            kwargs["training"] = known
+        scope = global_state.get_global_attribute("autocast_scope")
+        if scope is None:
+            dtype, scope_dtype = layer.compute_dtype, layer.variable_dtype
+        else:
+            dtype = layer.compute_dtype if layer.autocast else None
+            scope_dtype = scope.dtype
+        try:
+            if context is None:
+                # The outermost call: this also forgets the losses of the last one.
+                layer._get_call_context().set_value("training", training)
+            if scope_dtype == dtype:
+                return layer.call(*tensors, **kwargs)
+            with AutocastScope(dtype):
+                return layer.call(*tensors, **kwargs)
+        finally:
+            layer._maybe_reset_call_context()
+
+    return call
+
+
+def _converted(layer, args):
+    """Return tensors with floats in the layer's dtype; `None` for other arguments."""
+    dtype, tensors = getattr(torch, layer.compute_dtype), []
+    for x in args:
+        # Keras attaches masks to tensors, which its call passes on.
+        has_mask = getattr(x, "_keras_mask", None) is not None
+        if has_mask or not isinstance(x, torch.Tensor):
+            return None
+        if x.dtype != dtype and layer.autocast and x.is_floating_point():
+            x = x.to(dtype)
+        tensors.append(x)
+    return tensors
+
+
+def _is_plain(layer):
+    """Return whether `Layer.__call__` has no work for a layer besides its `call`."""
+    held = vars(layer)
+    return (
+        layer.built
+        and layer.quantization_mode is None
+        and layer._remat_mode is None
+        and layer.activity_regularizer is None
+        and keras.distribution.distribution() is None
+        and layer._call_context_args == {"training"}
+        and not held["_forward_hooks"]
+        and not held["_forward_pre_hooks"]
+        and not held["_backward_hooks"]
     )

@@ -6,7 +6,7 @@ import keras
 
 from keras_softmoe.checks import check_num_heads, check_numbers, check_whole_numbers
 from keras_softmoe.keras_adapter.layers import Layer
-from keras_softmoe.ops.kernels import affine, attend, reshape
+from keras_softmoe.ops.kernels import affine, attend, layer_norm, reshape
 from keras_softmoe.ops.selection import zero_padding
 
 
@@ -76,9 +76,10 @@ class Attention(Layer):
         heads_shape = (None, None, self.num_heads, head_dim)
         self.attention_output.build(heads_shape)
         if self.use_qk_norm:
-            self.query_norm = layer_norm(self.dtype_policy, "query_norm", center=False)
+            known = {"center": False, "dtype": self.dtype_policy}
+            self.query_norm = LayerNormalization(name="query_norm", **known)
             self.query_norm.build(heads_shape)
-            self.key_norm = layer_norm(self.dtype_policy, "key_norm", center=False)
+            self.key_norm = LayerNormalization(name="key_norm", **known)
             self.key_norm.build(heads_shape)
 
     def call(self, queries, tokens, tokens_mask=None):
@@ -114,20 +115,31 @@ def _project(dense, x, *outputs):
         return dense(x)
     # Heads side by side are one matrix: a single product of all tokens
     num_tokens, width = x.shape[1], math.prod(outputs)
-    projected = affine(
-        reshape(x, (-1, num_tokens, width)),
-        reshape(dense.kernel, (width, width)),
-        reshape(dense.bias, (width,)),
-    )
+    if len(x.shape) == 4:
+        x = reshape(x, (-1, num_tokens, width))
+    kernel = reshape(dense.kernel, (width, width))
+    projected = affine(x, kernel, reshape(dense.bias, (width,)))
+    if len(outputs) == 1:
+        return projected
     return reshape(projected, (-1, num_tokens, *outputs))
 
 
-def layer_norm(dtype, name, center=True, epsilon=1e-6):
-    """Return a layer normalization, by default with the epsilon of the papers' code."""
-    check_numbers(over=0, layer_norm_epsilon=epsilon)
-    return keras.layers.LayerNormalization(
-        epsilon=epsilon, center=center, dtype=dtype, name=name
-    )
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class LayerNormalization(keras.layers.LayerNormalization):
+    """Layer normalization, by default with the epsilon of the papers' code.
+
+    Arguments are those of `keras.layers.LayerNormalization`. Maps `(..., D)` to
+    `(..., D)`.
+    """
+
+    __call__ = Layer.__call__
+
+    def __init__(self, epsilon: float = 1e-6, **kwargs):
+        check_numbers(over=0, layer_norm_epsilon=epsilon)
+        super().__init__(epsilon=epsilon, **kwargs)
+
+    def call(self, inputs):
+        return layer_norm(inputs, self.gamma, self.beta, self.epsilon)
 
 
 def _glorot(input_axes, output_axes):

@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 
 from keras_softmoe.checks import check_choice, check_whole_numbers, pair
 from keras_softmoe.keras_adapter.layers import Layer
-from keras_softmoe.ops.kernels import reshape
+from keras_softmoe.ops.kernels import patches, reshape
 from keras_softmoe.ops.position import (
     RESAMPLINGS,
     resample_position_grid,
@@ -65,7 +65,7 @@ class PatchEmbedding(Layer):
     def call(self, images):
         # Patches do not overlap: a convolution is one product each, row by row.
         # (B, rows, columns, D)
-        grid = self.projection(images)
+        grid = patches(images, self.projection.kernel, self.projection.bias)
         _, rows, columns, width = grid.shape
         return reshape(grid, (-1, rows * columns, width))
 

@@ -7,7 +7,7 @@ from keras import ops
 
 from keras_softmoe.checks import check_bools, check_numbers, received
 from keras_softmoe.keras_adapter.layers import Layer
-from keras_softmoe.layers.attention import Attention, layer_norm
+from keras_softmoe.layers.attention import Attention, LayerNormalization
 from keras_softmoe.layers.groups import check_mask, check_tokens_shape
 from keras_softmoe.layers.moe import MoE
 from keras_softmoe.ops.selection import zero_padding
@@ -75,12 +75,16 @@ class EncoderBlock(Layer):
         self.dropout_rate = dropout_rate
         self.layer_norm_epsilon = layer_norm_epsilon
         self.layer_scale = layer_scale
-        dtype, epsilon = self.dtype_policy, layer_norm_epsilon
-        self.attention_norm = layer_norm(dtype, "attention_norm", epsilon=epsilon)
+        dtype = self.dtype_policy
+        self.attention_norm = LayerNormalization(
+            layer_norm_epsilon, dtype=dtype, name="attention_norm"
+        )
         self.attention = Attention(
             num_heads, use_qk_norm=use_qk_norm, dtype=dtype, name="attention"
         )
-        self.mlp_norm = layer_norm(dtype, "mlp_norm", epsilon=epsilon)
+        self.mlp_norm = LayerNormalization(
+            layer_norm_epsilon, dtype=dtype, name="mlp_norm"
+        )
         # In files of weights mixtures of experts have a separate name.
         self.mlp = self.moe = None
         if isinstance(mlp, MoE):

@@ -7,7 +7,7 @@ import keras
 from keras import ops
 
 from keras_softmoe.keras_adapter.layers import only_finds_shapes
-from keras_softmoe.ops.kernels import reshape
+from keras_softmoe.ops.kernels import reshape, swap_axes
 from keras_softmoe.ops.selection import zero_padding
 from keras_softmoe.sharding.constraints import (
     constrain,
@@ -218,7 +218,7 @@ def by_expert(function, slots, path):
     # With experts first each bank is one batched product. With groups first, compilers
     # would transpose the hidden activations, which are several times larger.
     # (E, G, C, D)
-    x = ops.transpose(slots, (1, 0, 2, 3))
+    x = swap_axes(slots, 0, 1)
     if sharded:
         x = constrain(x, f"{path}/slots_of_experts")
     # (E, G * C, D)
@@ -227,5 +227,5 @@ def by_expert(function, slots, path):
     if sharded:
         x = constrain(x, f"{path}/slots_of_experts")
     # (G, E, C, D)
-    x = ops.transpose(x, (1, 0, 2, 3))
+    x = swap_axes(x, 0, 1)
     return constrain(x, f"{path}/slots_of_groups") if sharded else x

@@ -1,6 +1,5 @@
 """The MLP of a dense encoder block, and the activations of MLPs and experts."""
 
-import functools
 import math
 
 import keras
@@ -8,7 +7,7 @@ from keras import ops
 
 from keras_softmoe.checks import check_bools, check_whole_numbers, received
 from keras_softmoe.keras_adapter.layers import Layer
-from keras_softmoe.ops.kernels import affine
+from keras_softmoe.ops.kernels import affine, gelu
 from keras_softmoe.types import Tensor
 
 
@@ -22,10 +21,7 @@ def _exact_gelu(x):
 
 # The papers' code has the tanh approximation everywhere; models from PyTorch have the
 # exact one.
-_ACTIVATIONS = {
-    "gelu_tanh": functools.partial(ops.gelu, approximate=True),
-    "gelu": _exact_gelu,
-}
+_ACTIVATIONS = {"gelu_tanh": gelu, "gelu": _exact_gelu}
 ACTIVATIONS = tuple(_ACTIVATIONS)
 
 

@@ -7,7 +7,7 @@ from keras import ops
 
 from keras_softmoe.checks import check_numbers
 from keras_softmoe.keras_adapter.layers import Layer
-from keras_softmoe.layers.attention import Attention, layer_norm
+from keras_softmoe.layers.attention import Attention, LayerNormalization
 from keras_softmoe.layers.mlp import MLP
 
 POOLINGS = ("token", "first", "gap", "map")
@@ -119,7 +119,9 @@ class AttentionPooling(Layer):
         self.attention = Attention(
             num_heads, use_qk_norm=use_qk_norm, dtype=dtype, name="attention"
         )
-        self.mlp_norm = layer_norm(dtype, "mlp_norm", epsilon=layer_norm_epsilon)
+        self.mlp_norm = LayerNormalization(
+            layer_norm_epsilon, dtype=dtype, name="mlp_norm"
+        )
         self.mlp = MLP(mlp_dim, activation=activation, dtype=dtype, name="mlp")
         self.supports_masking = True
 

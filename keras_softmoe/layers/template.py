@@ -6,31 +6,23 @@ import keras
 from keras import ops
 
 from keras_softmoe.keras_adapter.layers import flatten_layers, states_of_draws
-from keras_softmoe.keras_adapter.names import named_weights
+from keras_softmoe.keras_adapter.surgery import named_weights
 
 
 class Templates:
     """The template as it was given and as it is used, which Keras does not track.
 
-    Attributes:
-        given: `keras.layers.Layer`, by the user.
-        used: the built one, which computes each expert with its values, or `None`.
-        draws: dict from bools, whether in training, to whether it draws numbers.
+    `given` is the user's layer, `used` the built one, which computes each expert with
+    its values, and `draws` says for both values of `training` whether it draws numbers.
     """
 
     def __init__(self, given):
         self.given, self.used, self.draws = given, None, {}
 
     def build(self, slot_shape):
-        """Build and check the layer to use.
+        """Build the layer to use; return it and the shape of its input.
 
-        Args:
-            slot_shape: tuple of int, of a slot.
-
-        Returns:
-            The layer, and the shape of one of its inputs without the batch: that of a
-            slot, or `(1, D)`, where each slot is a sequence of its own, so that no
-            layer can mix them.
+        With `(1, D)` each slot is a sequence of its own, so that no layer can mix them.
         """
         # All slots as a batch, or each as a sequence of one token
         shapes = [slot_shape] + [(1, *slot_shape)] * (len(slot_shape) == 1)
@@ -38,14 +30,12 @@ class Templates:
         for shape in shapes:
             try:
                 # A built template keeps its weights, others get new ones.
-                template = (
-                    self.given if self.given.built else new_copy(self.given, shape)
-                )
+                template = self.given
+                if not template.built:
+                    template = new_copy(template, shape)
                 probes = [_Probe(template, training) for training in (False, True)]
-                specs = [
-                    probe.compute_output_spec(keras.KerasTensor((None, *shape)))
-                    for probe in probes
-                ]
+                inputs = keras.KerasTensor((None, *shape))
+                specs = [probe.compute_output_spec(inputs) for probe in probes]
             except Exception as error:
                 errors.append(error)
                 continue
@@ -53,16 +43,14 @@ class Templates:
                 probe.check(spec, shape)
                 # In training, PyTorch may draw without its state.
                 draws = bool(probe.changed) or probe.is_training
-                self.draws[probe.is_training] = draws and bool(
-                    states_of_draws(template)
-                )
+                draws = draws and bool(states_of_draws(template))
+                self.draws[probe.is_training] = draws
             self.used = template
             return template, shape
         raise ValueError(
-            f"The template cannot be applied to slots of shape {slot_shape}. Received: "
-            f"expert={_described(self.given)}, which raises "
-            f"{type(errors[0]).__name__}: {errors[0]} Give a layer that maps "
-            f"tensors of shape {(None, *slot_shape)} to the same shape."
+            f"The template must map slots of shape {slot_shape} to the same shape. "
+            f"Received: expert={_described(self.given)}, which raises "
+            f"{type(errors[0]).__name__}: {errors[0]}"
         ) from errors[0]
 
 
@@ -70,35 +58,31 @@ def check_template(expert):
     """Raise unless a layer can be a template, as far as is known before it is built."""
     if not isinstance(expert, keras.layers.Layer):
         raise ValueError(
-            "`expert` must be a layer, the template of all experts, for example "
-            f"`keras.layers.Dense(width)`. Received: expert={expert!r}."
+            "`expert` must be a layer, the template of all experts. Received: "
+            f"expert={expert!r}."
         )
-    inputs = [
-        name
-        for name, p in inspect.signature(expert.call).parameters.items()
-        if p.default is p.empty
-        and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
+    parameters = inspect.signature(expert.call).parameters.values()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    inputs = [p.name for p in parameters if p.default is p.empty and p.kind in kinds]
     if isinstance(expert, keras.Model) and expert.built:
         inputs = getattr(expert, "inputs", inputs)
     if len(inputs) > 1:
         raise ValueError(
-            f"An expert has one input, the tokens of its slots. Received: expert="
-            f"`{type(expert).__name__}`, which takes {len(inputs)}. Wrap it into a "
-            "layer with one input."
+            "An expert has one input, the tokens of its slots. Received: expert="
+            f"`{type(expert).__name__}`, which takes {len(inputs)}."
         )
     # Stacked weights are plain kernels: without factors, scales or integers
     for part in flatten_layers(expert):
         kind = f"`{type(part).__name__}` {part.name!r}"
         if getattr(part, "lora_enabled", False):
             raise ValueError(
-                f"Experts of any layer take no factors of LoRA. Received: expert with "
-                f"LoRA in the {kind}. Fold the factors into the kernel first."
+                "Experts of any layer take no factors of LoRA. Received: expert with "
+                f"LoRA in the {kind}."
             )
         if getattr(part, "quantization_mode", None):
             raise ValueError(
                 "Experts of any layer are not quantized. Received: expert with the "
-                f"{kind} in {part.quantization_mode!r}. Give the layer from before."
+                f"{kind} in {part.quantization_mode!r}."
             )
     return expert
 
@@ -117,7 +101,7 @@ def new_copy(expert, shape):
     except Exception as error:
         raise TypeError(
             "A layer that is not built is copied from its configuration, which fails "
-            f"here: {error} Build the layer first, or give it a `get_config`."
+            f"here: {error}"
         ) from error
     # Called and not built, as some layers are built by their first call.
     copy(keras.KerasTensor((None, *shape)))
@@ -129,13 +113,7 @@ def _described(layer):
 
 
 class _Probe(keras.layers.Layer):
-    """A call of a template in which nothing is computed, to see whether it can be one.
-
-    Attributes:
-        is_training: bool.
-        changed: list of the `id`s of variables with a new value.
-        has_losses: bool, whether there are losses.
-    """
+    """A call of a template in which nothing is computed, to check it."""
 
     def __init__(self, template, is_training):
         super().__init__(name="probe")
@@ -155,12 +133,7 @@ class _Probe(keras.layers.Layer):
         return outputs
 
     def check(self, spec, shape):
-        """Raise unless the template is a function of one slot.
-
-        Args:
-            spec: what it returns, `keras.KerasTensor` or a structure of them.
-            shape: tuple, the shape of its input without the batch.
-        """
+        """Raise unless the template maps one slot to `spec`, of the same shape."""
         template = self._templates.given
         kind = f"expert={_described(template)}"
         if not isinstance(spec, keras.KerasTensor) or tuple(spec.shape[1:]) != shape:
@@ -169,29 +142,23 @@ class _Probe(keras.layers.Layer):
             raise ValueError(
                 "An expert returns one tensor of the shape of its input, as outputs "
                 f"take the place of the tokens. Received: {kind}, which maps "
-                f"{(None, *shape)} to {found}. End it with a layer of {shape[-1]} "
-                "units."
+                f"{(None, *shape)} to {found}."
             )
         if self.has_losses:
             raise ValueError(
                 "A loss that a layer adds in a call would be that of one expert. "
-                f"Received: {kind}, which adds one. Leave it out (`add_loss`, "
-                "`activity_regularizer`)."
+                f"Received: {kind}, which adds one."
             )
         # Each expert has a state of a generator of its own: these may change.
         draws = {id(state) for state in states_of_draws(template)}
         paths = {id(v): v.path for v in template.variables}
-        changed = [
-            paths.get(key, "a random generator outside of it")
-            for key in self.changed
-            if key not in draws
-        ]
+        outside = "a random generator outside of it"
+        changed = [paths.get(key, outside) for key in self.changed if key not in draws]
         if changed:
             raise ValueError(
                 "A weight that a call changes, such as a mean over batches, would need "
                 f"one for each expert. Received: {kind}, which changes "
-                f"{', '.join(changed)}. Use, for example, "
-                "`keras.layers.LayerNormalization`."
+                f"{', '.join(changed)}."
             )
 
 

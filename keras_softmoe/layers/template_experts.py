@@ -8,13 +8,7 @@ import numpy as np
 from keras import ops
 
 from keras_softmoe.checks import check_bools, check_whole_numbers
-from keras_softmoe.keras_adapter.layers import (
-    Layer,
-    is_created_trainable,
-    is_initialized,
-    release_values,
-    states_of_draws,
-)
+from keras_softmoe.keras_adapter import layers
 from keras_softmoe.layers.groups import by_expert
 from keras_softmoe.layers.template import (
     Templates,
@@ -24,15 +18,11 @@ from keras_softmoe.layers.template import (
     serialized_template,
 )
 from keras_softmoe.ops.kernels import chunked_map, reshape
-from keras_softmoe.sharding.constraints import (
-    check_divides_experts,
-    check_layer,
-    is_distributed,
-)
+from keras_softmoe.sharding import constraints
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
-class TemplateExperts(Layer):
+class TemplateExperts(layers.Layer):
     """Experts of any layer, each applied to its own slots.
 
     The weights of all experts are stacked: `stacked_NAME` is `(E, ...)` for a weight of
@@ -41,10 +31,8 @@ class TemplateExperts(Layer):
     Args:
         num_experts: int, number `E` of experts.
         expert: `keras.layers.Layer`, the template, which is neither changed nor a part
-            of this layer. If it is not built, it is cloned from its configuration, and
-            each expert gets initial weights of its own. If it is built, each expert
-            begins with a copy of its weights. It keeps its dtype policy. Files hold its
-            configuration.
+            of this layer. If it is not built, each expert is cloned from its
+            configuration; if it is built, each begins with a copy of its weights.
         equal_experts: bool, whether all experts start with the same weights.
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
@@ -56,10 +44,8 @@ class TemplateExperts(Layer):
     several axes, `(G, E, C, H, W, D)`, are given as `(N, H, W, D)`.
 
     Raises:
-        ValueError: if the template is not a layer, has several inputs or outputs,
-            changes the shape of its input, adds losses, has weights that change without
-            being trained, LoRA factors or a quantized dtype; or if the slots have
-            another number of experts.
+        ValueError: if the template is not a layer, or not a function of one slot with
+            trained weights alone.
     """
 
     def __init__(
@@ -72,7 +58,7 @@ class TemplateExperts(Layer):
         check_whole_numbers(1, num_experts=num_experts)
         check_bools(equal_experts=equal_experts)
         check_template(expert)
-        check_divides_experts(num_experts)
+        constraints.check_divides_experts(num_experts)
         super().__init__(**kwargs)
         self.num_experts = num_experts
         self.equal_experts = equal_experts
@@ -92,7 +78,7 @@ class TemplateExperts(Layer):
                 f"with {self.num_experts} experts. Received: slots_shape={slots_shape}."
             )
         template, self._slot_shape = self._templates.build(tuple(slots_shape[3:]))
-        draws = states_of_draws(template)
+        draws = layers.states_of_draws(template)
         if draws:
             self.seed_generator = keras.random.SeedGenerator()
         copies = [template]
@@ -106,8 +92,8 @@ class TemplateExperts(Layer):
         self._maps = {training: self._find_map(training) for training in (False, True)}
         if template is not self.expert:
             # The stacked weights alone are used.
-            release_values(template)
-        check_layer(self)
+            layers.release_values(template)
+        constraints.check_layer(self)
 
     def _find_map(self, training):
         """Return the function that computes a function of one expert for all."""
@@ -135,12 +121,7 @@ class TemplateExperts(Layer):
         return ops.vectorized_map
 
     def _one(self, training, states=()):
-        """Return the function of one expert: of its slots and the values of variables.
-
-        Args:
-            training: bool or `None`.
-            states: variables besides the weights.
-        """
+        """Return the function of one expert, of its slots and variables."""
         template = self._templates.used
         variables = [*template.weights, *states]
 
@@ -157,7 +138,7 @@ class TemplateExperts(Layer):
         """Add a weight with the values of one variable of each expert."""
         first = variables[0]
         shape = (self.num_experts, *first.shape)
-        known = is_initialized(first)
+        known = layers.is_initialized(first)
         if known:
             _check_has_values(self)
 
@@ -171,7 +152,7 @@ class TemplateExperts(Layer):
             # initializer, and they would be constants of the program.
             initializer="zeros" if known else initial,
             dtype=first.dtype,
-            trainable=is_created_trainable(self._templates.used, first),
+            trainable=layers.is_created_trainable(self._templates.used, first),
             # The layers in the template do it, each by its own policy.
             autocast=False,
             regularizer=_of_each(first.regularizer, ops.sum),
@@ -193,7 +174,7 @@ class TemplateExperts(Layer):
         values = [ops.convert_to_tensor(weight) for weight in self.stacked]
         states = []
         if self._templates.draws[bool(training)]:
-            states = states_of_draws(self._templates.used)
+            states = layers.states_of_draws(self._templates.used)
             values += [self._seeds(state.dtype) for state in states]
         map_experts, one = self._maps[bool(training)], self._one(training, states)
         if _is_exporting():
@@ -204,11 +185,12 @@ class TemplateExperts(Layer):
             return reshape(y, ops.shape(operands[0]))
 
         def all_experts(x):
-            if states:
-                y = some_experts(x, *values)
-            else:
-                y = chunked_map(some_experts, [x, *values], is_distributed())
+            y = some_experts(x, *values) if states else in_chunks(x)
             return ops.cast(y, x.dtype)
+
+        def in_chunks(x):
+            distributed = constraints.is_distributed()
+            return chunked_map(some_experts, [x, *values], distributed)
 
         # One vector per slot for `by_expert`: (G, E, C, H * W * D)
         _, num_experts, capacity, *axes = slots.shape
@@ -229,18 +211,16 @@ class TemplateExperts(Layer):
 
     def enable_lora(self, *args, **kwargs):
         raise ValueError(
-            f"Experts of any layer take no factors of LoRA. Received: enable_lora on "
-            f"{self.path!r}, experts of a `{type(self.expert).__name__}`. Use "
-            "`layers.MoE(router, mlp_dim=...)`, whose experts do."
+            "Experts of any layer take no factors of LoRA. Received: enable_lora on "
+            f"{self.path!r}, experts of a `{type(self.expert).__name__}`."
         )
 
     def check_quantization(self, mode, config=None):
         """Raise the error of `quantize`: it is not supported."""
         raise NotQuantizedError(
-            f"Experts of any layer are not quantized. Received: mode={mode!r} for "
-            f"{self.path!r}, experts of a `{type(self.expert).__name__}`. Leave them "
-            "out (`quantize(..., filters=lambda layer: 'experts' not in "
-            "str(layer.path))`), or use `layers.MoE(router, mlp_dim=...)`."
+            "Experts of any layer are not quantized: leave them out by `filters`. "
+            f"Received: mode={mode!r} for {self.path!r}, experts of a "
+            f"`{type(self.expert).__name__}`."
         )
 
     def quantize(self, mode=None, type_check=True, config=None):
@@ -261,10 +241,7 @@ class TemplateExperts(Layer):
 
 
 class NotQuantizedError(NotImplementedError, ValueError):
-    """A `ValueError` that `keras.Model.quantize` turns into a warning.
-
-    It raises others when some layers are quantized already.
-    """
+    """A `ValueError` that `keras.Model.quantize` turns into a warning."""
 
 
 def _check_has_values(layer):
@@ -276,8 +253,7 @@ def _check_has_values(layer):
     if not tf.executing_eagerly():
         raise ValueError(
             "On TensorFlow, experts of any layer are built before the first step of "
-            f"`fit`. Received: {layer.path!r}, built in one. Call the model on a batch "
-            "before, or begin it with `keras.Input`."
+            f"`fit`: call the model on a batch. Received: {layer.path!r}, built in one."
         )
 
 

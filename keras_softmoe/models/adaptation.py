@@ -12,10 +12,7 @@ from keras_softmoe.keras_adapter.layers import (
     is_quantized_under,
     quick_garbage_collection,
 )
-from keras_softmoe.layers.expert_bank import (
-    ExpertBank,
-    merge_lora as merge_lora_of_layer,
-)
+from keras_softmoe.layers import expert_bank
 from keras_softmoe.layers.template_experts import TemplateExperts
 
 # Layers that `enable_lora` adapts by default, besides those of KerasHub
@@ -26,9 +23,8 @@ def merge_lora(model: keras.Model) -> list:
     """Fold the factors of LoRA into the kernels, in all layers of a model.
 
     The outputs stay the same. Weights that `enable_lora` froze stay frozen, apart from
-    the kernels that had factors. Compile the model again before further training, and a
-    model of your own around it before any use. Merge before you quantize: in int8 and
-    int4 the sums are rounded.
+    the kernels that had factors. Compile the model again before further training, and
+    merge before you quantize: in int8 and int4 the sums are rounded.
 
     Args:
         model: `keras.Model` or `keras.Layer`.
@@ -45,7 +41,7 @@ def merge_lora(model: keras.Model) -> list:
     adapted = [layer for layer in layers if getattr(layer, "lora_enabled", False)]
     with quick_garbage_collection():
         for layer in adapted:
-            merge_lora_of_layer(layer)
+            expert_bank.merge_lora(layer)
     for layer in layers:
         forget_adapted_layers(layer)
         if adapted and isinstance(layer, keras.Model):
@@ -56,11 +52,6 @@ def merge_lora(model: keras.Model) -> list:
 
 def enable_lora(self, rank, target_layer_names=None):
     """Freeze the weights, and add factors to some layers; a method of backbones.
-
-    Args:
-        self: `keras_hub.models.Backbone`.
-        rank: int.
-        target_layer_names: list of str, or `None` for `default_lora_layer_names()`.
 
     Raises:
         ValueError: if no layer of such a name takes factors, or some have factors
@@ -91,9 +82,8 @@ def enable_lora(self, rank, target_layer_names=None):
     if experts and target_layer_names is None:
         warnings.warn(
             "Experts of any layer have no factors of LoRA, and are frozen now like all "
-            f"other weights. Received: enable_lora for {', '.join(experts[:8])}. "
-            "Train them with `layer.trainable = True`, use `layers.MoE(router, "
-            "mlp_dim=...)`, or pass `target_layer_names` without this warning.",
+            "other weights; `layer.trainable = True` trains them. Received: "
+            f"enable_lora for {', '.join(experts[:8])}.",
             stacklevel=2,
         )
     keras_hub.models.Backbone.enable_lora(self, rank, names)
@@ -109,8 +99,7 @@ def quantize(self, mode=None, config=None, filters=None, **kwargs):
     """Quantize the weights, as `keras.Model.quantize`; a method of all models.
 
     A mode that experts do not support is an error before any layer changes. In int4
-    the head of a classifier keeps its precision, unless there are `filters`: it is
-    small, and rounding it costs much accuracy.
+    the head of a classifier, which is small, keeps its precision, without `filters`.
     """
     head = getattr(self, "output_dense", None)
     is_int4 = "int4" in (mode, getattr(config, "mode", None))
@@ -120,10 +109,8 @@ def quantize(self, mode=None, config=None, filters=None, **kwargs):
             return layer is not head
 
     for layer in flatten_layers(self):
-        is_bank = isinstance(layer, ExpertBank | TemplateExperts)
+        is_bank = isinstance(layer, expert_bank.ExpertBank | TemplateExperts)
         if is_bank and is_quantized_under(filters, layer):
             layer.check_quantization(mode, config)
     with quick_garbage_collection():
-        return keras.Model.quantize(
-            self, mode, config=config, filters=filters, **kwargs
-        )
+        keras.Model.quantize(self, mode, config=config, filters=filters, **kwargs)

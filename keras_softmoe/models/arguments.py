@@ -48,13 +48,8 @@ def check_images(images, image_shape, any_size=False, grey=False):
     """Raise unless a batch of images has the shape that a model expects.
 
     Keras checks it too late: on JAX a step has moved the weights out of the model. Data
-    without a shape (a dataset) and unknown dimensions pass.
-
-    Args:
-        images: array, tensor or `tf.TensorSpec`.
-        image_shape: `(height, width, channels)` of the model.
-        any_size: bool, whether images are resized afterwards.
-        grey: bool, whether the channel of grey images is repeated afterwards.
+    without a shape (a dataset) and unknown dimensions pass. With `any_size` images are
+    resized afterwards, with `grey` one channel is repeated.
     """
     shape = getattr(images, "shape", None)
     if shape is None or getattr(shape, "rank", 0) is None:
@@ -74,17 +69,13 @@ def check_images(images, image_shape, any_size=False, grey=False):
         )
     if getattr(images.dtype, "kind", "f") in "OSU":
         raise ValueError(
-            "Images are arrays of numbers. Received: images of dtype "
-            f"{images.dtype}. Read the files first, for example with PIL's "
-            "`Image.open`."
+            f"Images are arrays of numbers. Received: images of dtype {images.dtype}. "
+            "Read the files first, for example with PIL's `Image.open`."
         )
 
 
 def check_finite_images(images):
-    """Raise if a NumPy array of images has NaN or infinity in it.
-
-    In training a single one makes all weights NaN.
-    """
+    """Raise if a NumPy array of images has NaN or infinity in it."""
     wrong = first_not_finite(images)
     if wrong is not None:
         raise ValueError(
@@ -128,10 +119,7 @@ def check_token_ids(token_ids, sequence_length):
 
 
 def check_vocabulary(token_ids, backbone):
-    """Raise unless a NumPy array of int token ids is of a backbone's vocabulary.
-
-    Backends differ on other ids: an error, NaN, zeros, or another token's embedding.
-    """
+    """Raise unless a NumPy array of int token ids is of a backbone's vocabulary."""
     size = getattr(backbone, "text_backbone", backbone).vocabulary_size
     if token_ids.dtype.kind not in "iu" or not token_ids.size:
         return
@@ -146,9 +134,7 @@ def check_vocabulary(token_ids, backbone):
 def check_pairs(backbone, images, token_ids):
     """Raise unless images, texts or both are batches that a model accepts."""
     if images is None and token_ids is None:
-        raise ValueError(
-            "There is nothing to encode. Received: images=None, token_ids=None."
-        )
+        raise ValueError("There is nothing to encode. Received: None and None.")
     check_images(images, backbone.image_shape)
     check_token_ids(token_ids, backbone.sequence_length)
     shapes = [getattr(x, "shape", None) for x in (images, token_ids)]

@@ -6,21 +6,16 @@ import contextvars
 import keras
 
 from keras_softmoe.checks import quote
-from keras_softmoe.keras_adapter.layers import (
-    flatten_layers,
-    set_trainable,
-    trainable_parts,
-)
+from keras_softmoe.keras_adapter import layers
 from keras_softmoe.models.adaptation import has_factors
 
 _PolicyMap = keras.dtype_policies.DTypePolicyMap
 
 
 def set_trainable_argument(model, trainable):
-    """Freeze a model according to the argument `trainable` of its constructor.
+    """Freeze a model by the argument `trainable`, a bool or as `trainable_argument`.
 
-    Keras would apply it before there are layers. It is a bool; or a dict, as
-    `trainable_argument` returns it.
+    Keras would apply it before there are layers.
     """
     flags = trainable.items() if isinstance(trainable, dict) else [("", trainable)]
     if not all(isinstance(p, str) and isinstance(flag, bool) for p, flag in flags):
@@ -29,16 +24,15 @@ def set_trainable_argument(model, trainable):
             f"Received: trainable={quote(trainable)}."
         )
     if trainable is not True:
-        set_trainable(model, trainable)
+        layers.set_trainable(model, trainable)
 
 
 def trainable_argument(model):
     """Return the argument `trainable` that describes the frozen parts of a model.
 
-    It is a bool; or, if parts differ, a dict from the paths of layers (`""` for the
-    model itself) to bools.
+    It is a bool; or a dict from the paths of layers (`""`: the model) to bools.
     """
-    parts = trainable_parts(model)
+    parts = layers.trainable_parts(model)
     if not parts:
         return model.trainable
     return parts if model.trainable else {"": False, **parts}
@@ -60,7 +54,6 @@ def serialized_routers(model):
     return next(iter(found), None) if is_one else found
 
 
-# === Dtypes and quantization ===
 #
 # The entry `quantization` repeats the `dtype` of quantized layers, because
 # `keras_hub.models.Backbone.from_preset` overwrites `dtype`, with `None` by default.
@@ -84,10 +77,11 @@ def serialized_dtype(model, models_inside=()):
 
     Layers of `models_inside` are left out of the map.
     """
-    inside = {id(layer) for part in models_inside for layer in flatten_layers(part)}
+    inside = [layer for part in models_inside for layer in layers.flatten_layers(part)]
+    inside = set(map(id, inside))
     policies = {
         layer.path: own_policy(layer)
-        for layer in flatten_layers(model)
+        for layer in layers.flatten_layers(model)
         if layer.quantization_mode and id(layer) not in inside
     }
     dtype = getattr(model.dtype_policy, "default_policy", model.dtype_policy)
@@ -99,8 +93,7 @@ def serialized_dtype(model, models_inside=()):
 def with_quantization(config):
     """Return arguments of a backbone with the quantized layers in its `dtype`.
 
-    In `config`, from `base_config`, `dtype` may have been replaced, by `None` or by the
-    dtype of all that is not quantized.
+    `from_preset` may have replaced the `dtype` that `base_config` gave.
     """
     config = dict(config)
     kept, dtype = config.pop("quantization", None), config.get("dtype")
@@ -123,17 +116,12 @@ def own_policy(layer):
     return policy[layer.path] if isinstance(policy, _PolicyMap) else policy
 
 
-# === Compilation ===
-
 IN_PRESET = contextvars.ContextVar("configuration_is_for_a_preset", default=False)
 
 
 @contextlib.contextmanager
 def preset_is_saved():
-    """Open a scope in which configurations are of presets, without optimizer state.
-
-    A model with LoRA is compiled when loaded from a preset, not from other files.
-    """
+    """Open a scope in which configurations are of presets, without optimizer state."""
     token = IN_PRESET.set(True)
     try:
         yield
@@ -144,8 +132,7 @@ def preset_is_saved():
 def with_compilation(model, config):
     """Add `compile=False` to a task's configuration if its file has no optimizer.
 
-    This is the case for tasks never compiled and for tasks with LoRA, whose files hold
-    merged kernels and no optimizer state.
+    Tasks with LoRA, whose files hold merged kernels, have none; in a preset they do.
     """
     if model.compiled and (IN_PRESET.get() or not has_factors(model)):
         return config
@@ -155,9 +142,8 @@ def with_compilation(model, config):
 def with_optimizer(model, compile_config, **own):
     """Add to a compile configuration whether the optimizer is built.
 
-    With LoRA it is empty, see `with_compilation`. (Not `None`: Keras compiles the clone
-    of a compiled model with it.) `own` are arguments of `compile` for
-    `compile_from_config` alone, not for clones.
+    With LoRA it is empty. (Not `None`: Keras compiles clones with it.) `own` are
+    arguments of `compile` for `compile_from_config`, not for clones.
     """
     if has_factors(model):
         return {}

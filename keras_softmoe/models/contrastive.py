@@ -8,15 +8,8 @@ import numpy as np
 from keras import ops
 
 from keras_softmoe.checks import check_choice, check_whole_numbers
-from keras_softmoe.models import configuration, data, fitting
+from keras_softmoe.models import arguments, configuration, data, fitting
 from keras_softmoe.models.adaptation import quantize
-from keras_softmoe.models.arguments import (
-    check_images,
-    check_kind,
-    check_pairs,
-    check_vocabulary,
-    offer_names,
-)
 from keras_softmoe.models.contrastive_preprocessor import (
     LIMoEPreprocessor,
     TwoTowerPreprocessor,
@@ -37,7 +30,7 @@ LOSSES = {
 
 
 @recompile_on_change
-@offer_names
+@arguments.offer_names
 class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
     """Base class of contrastive learning on pairs of image and caption.
 
@@ -52,7 +45,7 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
     def __init__(
         self, backbone, preprocessor=None, compile=True, name=None, trainable=True
     ):
-        check_kind("backbone", backbone, self.backbone_cls)
+        arguments.check_kind("backbone", backbone, self.backbone_cls)
         # === Layers ===
         self.backbone = backbone
         self.preprocessor = preprocessor
@@ -76,17 +69,9 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
     def compile(self, optimizer="auto", loss="auto", metrics="auto", **kwargs):
         """Configure training.
 
-        Args:
-            optimizer: `"auto"` (`AdamW` at 3e-4), a name or a
-                `keras.optimizers.Optimizer`.
-            loss: `"softmax"` (as CLIP and LIMoE), `"sigmoid"` (as SigLIP) or
-                `"auto"`: sigmoid if the backbone has a `logit_bias`, else softmax.
-            metrics: `"auto"`: `image_to_text_accuracy` and `text_to_image_accuracy`,
-                the share of pairs that are the most similar in their batch; or `None`.
-            **kwargs: as in `keras.Model.compile`.
-
-        Raises:
-            ValueError: if loss or metrics are not among these.
+        `loss` is `"softmax"` (as CLIP and LIMoE), `"sigmoid"` (as SigLIP) or `"auto"`:
+        sigmoid if the backbone has a `logit_bias`. `metrics` `"auto"` is the share of
+        pairs that are the most similar in their batch, in both directions.
         """
         if optimizer == "auto":
             optimizer = keras.optimizers.AdamW(3e-4)
@@ -129,17 +114,9 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
         return self._own_metrics.routing_loss.without(super().get_metrics_result())
 
     def logits(self, outputs):
-        """Return scaled (and shifted) similarities of all pairs of a batch.
-
-        Args:
-            outputs: dict, outputs of the model for `B` pairs.
-
-        Returns:
-            `(B, B)` tensor, images in rows, captions in columns.
-        """
-        similarity = ops.matmul(
-            outputs["image_embedding"], ops.transpose(outputs["text_embedding"])
-        )
+        """Return scaled similarities `(B, B)` of the images and captions of a batch."""
+        texts = ops.transpose(outputs["text_embedding"])
+        similarity = ops.matmul(outputs["image_embedding"], texts)
         logits = ops.expand_dims(outputs["logit_scale"], -1) * similarity
         if "logit_bias" in outputs:
             logits = logits + ops.expand_dims(outputs["logit_bias"], -1)
@@ -191,21 +168,9 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
                 f"Received: {len(images)} images, {len(token_ids)} captions."
             )
         if batch_size is not None:
-            check_whole_numbers(1, batch_size=batch_size)
-        batch_size = min(batch_size or 32, len(images))
-        if batch_size < 2:
-            raise ValueError(
-                "The pairs of a batch are compared and must be two or more in all. "
-                f"Received: batch_size={batch_size}."
-            )
-        return data.prepare(
-            self,
-            images,
-            token_ids,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            drop_remainder=True,
-        )
+            check_whole_numbers(2, batch_size=batch_size)
+        how = {"batch_size": min(batch_size or 32, len(images)), "shuffle": shuffle}
+        return data.prepare(self, images, token_ids, drop_remainder=True, **how)
 
     def checked_class_weight(self, class_weight):
         """Raise if there are weights of classes, which pairs do not have."""
@@ -213,17 +178,13 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
             raise no_weights("class_weight", class_weight)
 
     def check_input(self, x):
-        """Raise unless images, or their `tf.TensorSpec`, can be preprocessed.
-
-        Args:
-            x: images, or a dict with `"images"` and perhaps `"token_ids"`.
-        """
+        """Raise unless images, or their `tf.TensorSpec`, can be preprocessed."""
         images = x
         if isinstance(x, dict):
             images = x.get("images")
             if isinstance(x.get("token_ids"), np.ndarray):
-                check_vocabulary(x["token_ids"], self.backbone)
-        check_images(
+                arguments.check_vocabulary(x["token_ids"], self.backbone)
+        arguments.check_images(
             images,
             self.backbone.image_shape,
             any_size=getattr(self.preprocessor, "image_size", None) is not None,
@@ -232,7 +193,7 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
 
     def check_labels(self, y):
         """Raise unless token ids are of the vocabulary. Captions are checked later."""
-        check_vocabulary(y, self.backbone)
+        arguments.check_vocabulary(y, self.backbone)
 
     def preprocess_samples(self, x, y=None, sample_weight=None):
         # Not `super()`: in a `tf.data` pipeline AutoGraph may resolve it to the class
@@ -243,16 +204,14 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
             x = {"images": x, "token_ids": y}
         elif not isinstance(x, dict):
             raise ValueError(
-                "Without a preprocessor data must be pairs of images and token ids, or "
-                f"dicts of 'images' and 'token_ids'. Received: {type(x).__name__}."
+                "Without a preprocessor data must be pairs of images and token ids. "
+                f"Received: {type(x).__name__}."
             )
         if sample_weight is not None:
             raise no_weights("sample_weight", sample_weight)
-        x = {
-            **x,
-            "images": data.repeat_grey(x["images"], self.backbone.image_shape[-1]),
-        }
-        check_pairs(self.backbone, x["images"], x["token_ids"])
+        images = data.repeat_grey(x["images"], self.backbone.image_shape[-1])
+        x = {**x, "images": images}
+        arguments.check_pairs(self.backbone, x["images"], x["token_ids"])
         return (x,)
 
     @property
@@ -280,9 +239,6 @@ class LIMoEContrastive(ContrastiveTask):
     Returns, when called on a dict of `"images"` in `[-1, 1]` and `"token_ids"`: dict of
         `"image_embedding"` and `"text_embedding"` `(B, width)`, rows of length one, and
         `"logit_scale"` `(B,)` and, if there is one, `"logit_bias"` `(B,)`.
-
-    Raises:
-        ValueError: if texts of the preprocessor and the backbone differ in length.
 
     Source: LIMoE, section 2.
 

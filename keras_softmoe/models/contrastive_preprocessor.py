@@ -8,20 +8,14 @@ import keras_hub
 import numpy as np
 
 from keras_softmoe.checks import check_whole_numbers, quote
-from keras_softmoe.models.image_preprocessor import (
-    ViTMoEImageConverter,
-    fit_image_size,
-)
+from keras_softmoe.models import image_preprocessor
 from keras_softmoe.models.limoe import LIMoEBackbone
 from keras_softmoe.models.two_towers import TwoTowerBackbone
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
-class LIMoEImageConverter(ViTMoEImageConverter):
-    """`ViTMoEImageConverter` in presets of `LIMoEBackbone`.
-
-    KerasHub finds the class of a converter by the class of the backbone.
-    """
+class LIMoEImageConverter(image_preprocessor.ViTMoEImageConverter):
+    """`ViTMoEImageConverter` in presets of `LIMoEBackbone`."""
 
     backbone_cls = LIMoEBackbone
 
@@ -54,10 +48,7 @@ class LIMoETokenizer(keras_hub.tokenizers.SentencePieceTokenizer):
 
 
 class ContrastivePreprocessor(keras_hub.models.Preprocessor):
-    """Base class of the preprocessors for pairs of image and caption.
-
-    Arguments, inputs, outputs and errors are those of `LIMoEPreprocessor`.
-    """
+    """Base class of preprocessors of pairs, with arguments as `LIMoEPreprocessor`."""
 
     def __init__(
         self,
@@ -70,9 +61,8 @@ class ContrastivePreprocessor(keras_hub.models.Preprocessor):
         super().__init__(**kwargs)
         if getattr(tokenizer, "sequence_length", None):
             raise ValueError(
-                "The tokenizer must be made without a length: the preprocessor pads "
-                "captions. Received: a tokenizer with sequence_length="
-                f"{tokenizer.sequence_length}."
+                "The preprocessor pads captions, and the tokenizer has no length. "
+                f"Received: sequence_length={tokenizer.sequence_length} of it."
             )
         check_whole_numbers(1, sequence_length=sequence_length)
         self.tokenizer = tokenizer
@@ -101,19 +91,16 @@ class ContrastivePreprocessor(keras_hub.models.Preprocessor):
             return self._tokenize_symbolic(captions)
         captions = checked_captions(captions)
         token_ids = np.zeros((len(captions), self.sequence_length), "int32")
-        for row, caption, ids in zip(
-            token_ids, captions, self.tokenizer(captions), strict=True
-        ):
+        found = zip(token_ids, captions, self.tokenizer(captions), strict=True)
+        for row, caption, ids in found:
             ids = np.asarray(ids)
             if not len(ids):
-                raise ValueError(
-                    f"A caption must not be empty. Received: caption={caption!r}."
-                )
+                raise ValueError(f"A caption must not be empty. Received: {caption!r}.")
             if len(ids) > self.sequence_length and not self.truncate:
                 raise ValueError(
                     f"A caption has more tokens, {len(ids)}, than sequence_length="
-                    f"{self.sequence_length}. Received: caption={caption!r}. Shorten "
-                    "it, or set `truncate=True` in the preprocessor."
+                    f"{self.sequence_length}, and is not cut (`truncate=True`). "
+                    f"Received: caption={caption!r}."
                 )
             row[: len(ids)] = ids[: self.sequence_length]
         return token_ids
@@ -137,21 +124,17 @@ class ContrastivePreprocessor(keras_hub.models.Preprocessor):
         if not self.truncate:
             message = (
                 f"A caption has more than sequence_length={self.sequence_length} "
-                "tokens. Shorten it, or set `truncate=True` in the preprocessor."
+                "tokens, and is not cut (`truncate=True`)."
             )
             longest = tf.cast(self.sequence_length, lengths.dtype)
-            checks.append(
-                tf.debugging.assert_less_equal(lengths, longest, message=message)
-            )
+            is_short = tf.debugging.assert_less_equal
+            checks.append(is_short(lengths, longest, message=message))
         with tf.control_dependencies(checks):
             return tokens.to_tensor(shape=(None, self.sequence_length))
 
     def get_config(self):
-        return {
-            **super().get_config(),
-            "sequence_length": self.sequence_length,
-            "truncate": self.truncate,
-        }
+        names = ("sequence_length", "truncate")
+        return {**super().get_config(), **{n: getattr(self, n) for n in names}}
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -172,16 +155,15 @@ class LIMoEPreprocessor(ContrastivePreprocessor):
         backbone.
 
     Raises:
-        ValueError: if a caption is empty, or longer than the sequence and not to be
-            cut, or is not a string. (In a `tf.data` pipeline it is TensorFlow's
-            `InvalidArgumentError`.)
+        ValueError: if a caption is empty, too long or not a string. (In a `tf.data`
+            pipeline it is TensorFlow's `InvalidArgumentError`.)
 
     Source: LIMoE, appendix A (16 tokens; images in `[-1, 1]`).
 
     Examples:
-        >>> preprocessor = ksm.models.LIMoEPreprocessor(
-        ...     limoe.preprocessor.tokenizer, ksm.models.ViTMoEImageConverter((32, 32))
-        ... )
+        >>> converter = ksm.models.ViTMoEImageConverter((32, 32))
+        >>> tokenizer = limoe.preprocessor.tokenizer
+        >>> preprocessor = ksm.models.LIMoEPreprocessor(tokenizer, converter)
         >>> x = preprocessor(scenes[:2], ["a red circle", "two blue stars"])
         >>> x["token_ids"].shape
         (2, 16)
@@ -189,7 +171,7 @@ class LIMoEPreprocessor(ContrastivePreprocessor):
 
     backbone_cls = LIMoEBackbone
     tokenizer_cls = LIMoETokenizer
-    image_converter_cls = ViTMoEImageConverter
+    image_converter_cls = image_preprocessor.ViTMoEImageConverter
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -209,7 +191,7 @@ class TwoTowerPreprocessor(ContrastivePreprocessor):
 
     backbone_cls = TwoTowerBackbone
     tokenizer_cls = LIMoETokenizer
-    image_converter_cls = ViTMoEImageConverter
+    image_converter_cls = image_preprocessor.ViTMoEImageConverter
 
 
 def no_weights(name, value):
@@ -240,7 +222,7 @@ def checked_captions(captions):
 
 def fit_preprocessor(preprocessor, backbone):
     """Set the size of images to the backbone's, and check lengths and vocabulary."""
-    fit_image_size(preprocessor, backbone.image_shape[:2])
+    image_preprocessor.fit_image_size(preprocessor, backbone.image_shape[:2])
     length = getattr(preprocessor, "sequence_length", backbone.sequence_length)
     if length != backbone.sequence_length:
         raise ValueError(

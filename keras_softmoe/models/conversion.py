@@ -1,7 +1,4 @@
-"""Conversion of checkpoints to models and preset directories.
-
-`convert_vmoe_checkpoint` converts any checkpoint, `convert` the one of a preset.
-"""
+"""Conversion of checkpoints, of released ones too, to models and preset directories."""
 
 import json
 import os
@@ -10,21 +7,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from keras_softmoe import catalogue
-from keras_softmoe.checkpoints import (
-    CheckpointError,
-    download_checkpoint,
-    is_one_file,
-    read_parameters,
-    read_vit_settings,
-    web_address,
-)
-from keras_softmoe.files import (
-    WriteError,
-    atomic_directory,
-    one_process,
-    wrap_os_errors,
-)
+from keras_softmoe import catalogue, checkpoints, files
 from keras_softmoe.keras_adapter.layers import zero_initialization
 from keras_softmoe.models.configuration import preset_is_saved
 from keras_softmoe.models.image_classifier import ViTMoEImageClassifier
@@ -54,20 +37,18 @@ def convert_vmoe_checkpoint(
     """Convert a checkpoint of a V-MoE or a Vision Transformer to a preset directory.
 
     Names and shapes of the parameters determine nearly all of the model; the arguments
-    determine the rest, and default to the settings of the released V-MoE models.
+    default to the settings of the released V-MoE models.
 
     Args:
         prefix: str or path: the common part of a sharded checkpoint's files
-            (`PREFIX.index`, ...), or a file of a Vision Transformer: `.npz` (original,
-            AugReg, big_vision) or `.safetensors` (`timm`, `transformers`). Or a URL
-            (`gs://bucket/name`), or the result of `read_checkpoint`.
+            (`PREFIX.index`, ...), or a Vision Transformer's `.npz` or `.safetensors`.
+            Or a URL (`gs://bucket/name`), or the result of `read_checkpoint`.
         preset_dir: str or path of a directory to write, new or empty.
         image_shape: `(height, width, channels)`. By default a square, from the number
             of learned positions.
-        router: a router from `keras_softmoe.routers`. By default
-            `SoftmaxTokenChoiceRouter(num_experts, num_selected_experts=2,
-            capacity_factor=1.05, rounding="ceil", multiple_of=4)`, or the `SoftRouter`
-            that the parameters belong to.
+        router: a router from `keras_softmoe.routers`. By default the
+            `SoftmaxTokenChoiceRouter` of the released models, or the `SoftRouter` that
+            the parameters belong to.
         group_images: int, images routed together. By default 8; 1 for a `SoftRouter`.
         dispatch_dtype: `"bfloat16"` (as the released code) or `None`, see `layers.MoE`.
         pooling: `"gap"` (default) or `"first"`, for a checkpoint that has neither a
@@ -82,10 +63,8 @@ def convert_vmoe_checkpoint(
         str, `preset_dir`: a classifier if the checkpoint has a head, else a backbone.
 
     Raises:
-        CheckpointError: (a `ValueError`) if the checkpoint is damaged, or that of
-            another kind of model.
-        ValueError: if an argument contradicts the checkpoint, or `preset_dir` is not
-            empty.
+        CheckpointError: (a `ValueError`) if the checkpoint is damaged or foreign.
+        ValueError: if an argument contradicts it, or `preset_dir` is not empty.
 
     Source: V-MoE's released code (names, format and settings of its checkpoints).
 
@@ -94,14 +73,14 @@ def convert_vmoe_checkpoint(
         >>> model = ksm.models.ViTMoEImageClassifier.from_preset("my_vmoe_b16")
     """
     target = Path(preset_dir)
-    with wrap_os_errors(target):
+    with files.wrap_os_errors(target):
         is_taken = target.exists() and (not target.is_dir() or any(target.iterdir()))
     if is_taken:
         raise ValueError(
-            f"`preset_dir` must be a new or an empty directory, and '{target}' is not "
-            f"empty. Received: preset_dir={str(preset_dir)!r}. Choose another one."
+            "`preset_dir` must be a new or an empty directory. Received: "
+            f"preset_dir={str(preset_dir)!r}, which is not empty."
         )
-    checkpoint = read_parameters(prefix, image_shape=image_shape)
+    checkpoint = checkpoints.read_parameters(prefix, image_shape=image_shape)
     model, preprocessor = model_for(
         checkpoint,
         image_shape=image_shape,
@@ -112,9 +91,7 @@ def convert_vmoe_checkpoint(
         position_embedding=position_embedding,
         preprocessor=preprocessor,
     )
-    return _write(
-        model, checkpoint, target, prefix, preprocessor=preprocessor, verbose=verbose
-    )
+    return _write(model, checkpoint, target, prefix, preprocessor, verbose)
 
 
 def model_for(
@@ -128,25 +105,14 @@ def model_for(
 ):
     """Create the model of a checkpoint, still without its parameters.
 
-    Args:
-        checkpoint: `Checkpoint` under V-MoE's names.
-        router: see `convert_vmoe_checkpoint`.
-        group_images: see `convert_vmoe_checkpoint`.
-        dispatch_dtype: see `convert_vmoe_checkpoint`.
-        preprocessor: see `convert_vmoe_checkpoint`.
-        activation: of the head of a classifier, `None` for logits.
-        **given: settings that parameters do not determine, as in `read_vit_settings`.
-
-    Returns:
-        `(model, preprocessor)`: a classifier that has its preprocessor, and `None`, or
-        a backbone and the preprocessor that belongs to it.
-
-    Raises:
-        CheckpointError: if these are not the parameters of such a model.
-        ValueError: if an argument contradicts them.
+    `activation` is that of the head, `given` as in `read_vit_settings`, and the other
+    arguments as in `convert_vmoe_checkpoint`. Returns `(model, preprocessor)`: a
+    classifier that has its preprocessor, and `None`, or a backbone and its own.
     """
     given = {name: value for name, value in given.items() if value is not None}
-    found = read_vit_settings(checkpoint.shapes, **{**checkpoint.settings, **given})
+    found = checkpoints.read_vit_settings(
+        checkpoint.shapes, **{**checkpoint.settings, **given}
+    )
     settings = {**found.settings, "dtype": "float32"}
     if found.num_experts is not None:
         is_soft = found.slots_per_expert is not None
@@ -187,15 +153,11 @@ def model_for(
 
 
 def _write(model, checkpoint, directory, origin, preprocessor=None, verbose=1):
-    """Load a checkpoint into a model and save it as a preset that names its origin.
-
-    `checkpoint` has V-MoE's names, `origin` is its str or path, and `preprocessor` is
-    saved beside a backbone. Returns `directory` as str.
-    """
+    """Load a checkpoint into a model and save it as a preset that names its origin."""
     load_vmoe_params(model, checkpoint, verbose=verbose)
     room = room_for(model.variables)
     with (
-        atomic_directory(directory, catalogue.PRESET_MARKS, room=room) as new,
+        files.atomic_directory(directory, catalogue.PRESET_MARKS, room=room) as new,
         preset_is_saved(),
     ):
         model.save_to_preset(str(new))
@@ -211,33 +173,25 @@ def _note_origin(file, origin):
     file.write_text(json.dumps(metadata, indent=4), encoding="utf-8")
 
 
-# === Presets of released checkpoints ===
-
-
 def convert(
     name: str, prefix: str | os.PathLike | None = None, verbose: int = 1
 ) -> str:
     """Convert a released checkpoint to the preset of this name, once.
 
     `from_preset` does it when the preset is first loaded, and downloads the checkpoint.
-    Without a network, fetch the files elsewhere and call this with the `prefix` of the
-    copies; `from_preset` then finds the preset.
-
     Presets are kept in `keras_softmoe/` below `KERAS_HOME` (default `~/.keras`).
-    Delete a directory there to convert it again.
 
     Args:
         name: str, the name of a convertible preset.
-        prefix: str or path, the common part of the checkpoint's files, before
-            `.index`, or its one `.npz` file. `None`: download them.
+        prefix: str or path, of copies that you have: the common part of their names
+            before `.index`, or the one `.npz` file. `None`: download them.
         verbose: 0 or 1, whether to show progress.
 
-    Returns:
-        str, the preset's directory in the cache. An existing one is returned unchanged.
+    Returns the preset's directory in the cache, a str; an existing one is unchanged.
 
     Raises:
-        ValueError: if the preset is not convertible, the checkpoint cannot be fetched
-            (the message gives the steps by hand), or it is damaged or another model's.
+        ValueError: if the preset is not convertible, or the checkpoint damaged or not
+            to be fetched (the message gives the steps by hand).
 
     Examples:
         >>> name = "vmoe_small_patch32_last2_8e_384_imagenet_light"
@@ -247,9 +201,9 @@ def convert(
     preset = catalogue.describe(name)
     if preset.kind != "convertible":
         raise ValueError(
-            f"The preset {name!r} is not converted from a checkpoint: its kind is "
-            f"{preset.kind!r}. Convertible are: "
-            f"{', '.join(catalogue.names_of_kind('convertible'))}."
+            "Only these presets are converted from a checkpoint: "
+            f"{', '.join(catalogue.names_of_kind('convertible'))}. Received: "
+            f"name={name!r}, of kind {preset.kind!r}."
         )
     home = os.environ.get("KERAS_HOME") or Path("~", ".keras").expanduser()
     target = Path(home, "keras_softmoe", name)
@@ -259,7 +213,7 @@ def convert(
         # Perhaps nothing can be written there. (A lock is left by a killed process.)
         if target.is_dir() and not os.access(lock, os.W_OK):
             return str(target)
-        with one_process(lock, verbose and waiting):
+        with files.one_process(lock, verbose and waiting):
             # It is put there as a whole, or not at all; perhaps by that process.
             if target.is_dir():
                 return str(target)
@@ -268,10 +222,9 @@ def convert(
             return _fetch_and_convert(preset, target, verbose)
     except OSError as error:
         raise ValueError(
-            f"The converted preset {name!r} cannot be kept in '{target.parent}', below "
-            "the directory of Keras. Make room there, or set the variable `KERAS_HOME` "
-            "to a directory that this program may write to. Reason: "
-            f"{type(error).__name__}: {error}"
+            f"The converted preset {name!r} cannot be kept in '{target.parent}'. Make "
+            "room there, or set the variable `KERAS_HOME` to a directory that this "
+            f"program may write to. Reason: {type(error).__name__}: {error}"
         ) from error
 
 
@@ -283,20 +236,20 @@ def _fetch_and_convert(preset, target, verbose):
         shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=prefix) as folder:
         try:
-            copy = download_checkpoint(url, folder, verbose)
-        except WriteError:
+            copy = checkpoints.download_checkpoint(url, folder, verbose)
+        except files.WriteError:
             raise
-        except (OSError, CheckpointError) as error:
-            if is_one_file(url):
+        except (OSError, checkpoints.CheckpointError) as error:
+            by_hand = (
+                f"these files: {url}.index and all of {url}.data-00000-of-... (the "
+                "last number is their count), for example with `gcloud storage cp "
+                f'"{url}.index" "{url}.data-*" FOLDER`.'
+            )
+            if checkpoints.is_one_file(url):
+                address = checkpoints.web_address(url) or url
                 by_hand = (
-                    f"this file to FOLDER: {web_address(url) or url} (`gcloud storage "
-                    f'cp "{url}" FOLDER`, for example).'
-                )
-            else:
-                by_hand = (
-                    f"these files: {url}.index and all of {url}.data-00000-of-... (the "
-                    "last number is their count), for example with `gcloud storage cp "
-                    f'"{url}.index" "{url}.data-*" FOLDER`.'
+                    f"this file to FOLDER: {address} (`gcloud storage cp "
+                    f'"{url}" FOLDER`, for example).'
                 )
             raise ValueError(
                 f"The weights of the preset {name!r} come from a released checkpoint, "
@@ -308,8 +261,8 @@ def _fetch_and_convert(preset, target, verbose):
 
 
 def _convert(preset, prefix, target, verbose):
-    checkpoint = read_parameters(prefix)
-    found = read_vit_settings(checkpoint.shapes)
+    checkpoint = checkpoints.read_parameters(prefix)
+    found = checkpoints.read_vit_settings(checkpoint.shapes)
     row = catalogue.rows()[preset.name]
     try:
         _check_same_model(found, row)

@@ -3,9 +3,11 @@
 KerasHub's tasks preprocess arrays, `tf.data` and some of grain, and refuse the rest.
 Here arrays and `tf.data` go through a `tf.data` pipeline, on every backend. The batches
 of a `keras.utils.PyDataset`, a PyTorch `DataLoader`, a grain dataset or loader, a
-generator or any other iterable are preprocessed one by one.
+generator or any other iterable are preprocessed one by one; so are those of arrays
+where TensorFlow is not installed.
 """
 
+import random
 import sys
 import threading
 from typing import Any
@@ -58,9 +60,8 @@ def prepare(
         class_weight: dict from all classes to weights, or `None`. Keras applies it to
             arrays and `tf.data`.
     """
-    # KerasHub has imported TensorFlow already.
-    import tensorflow as tf
-
+    # KerasHub has imported TensorFlow, where it is installed.
+    tf = sys.modules.get("tensorflow")
     if batch_size is not None:
         checks.check_whole_numbers(1, batch_size=batch_size)
     if gives_batches(x):
@@ -75,10 +76,13 @@ def prepare(
         data = [None if a is None else as_arrays(a) for a in (x, y, sample_weight)]
         _check_samples(model, *data)
         rows = tuple(array for array in data if array is not None)
-        x = tf.data.Dataset.from_tensor_slices(rows)
-        if shuffle:
-            x = x.shuffle(len(x))
-        x = x.batch(batch_size or 32, drop_remainder=drop_remainder)
+        if tf is None:
+            x = _BatchesOfRows(rows, batch_size or 32, shuffle, drop_remainder)
+        else:
+            x = tf.data.Dataset.from_tensor_slices(rows)
+            if shuffle:
+                x = x.shuffle(len(x))
+            x = x.batch(batch_size or 32, drop_remainder=drop_remainder)
     else:
         raise ValueError("There are no data. Received: x=None.")
     try:
@@ -91,7 +95,7 @@ def prepare(
             f"There are no batches. Received: x={type(x).__name__} of length 0. "
             "`drop_remainder=True` leaves out a batch that is not full."
         )
-    if isinstance(x, tf.data.Dataset):
+    if tf is not None and isinstance(x, tf.data.Dataset):
         inputs, *_ = keras.utils.unpack_x_y_sample_weight(x.element_spec)
         model.check_input(inputs)
         with _tracing:
@@ -119,6 +123,27 @@ def prepare(
         return tuple(keras.tree.map_structure(keras.ops.convert_to_numpy, data))
 
     return BatchesOf(x, preprocess, shuffle)
+
+
+class _BatchesOfRows:
+    """Iterable of batches of equally long arrays, in a new order each time or not."""
+
+    def __init__(self, arrays, size, shuffle, drop_remainder):
+        self._arrays, self._size, self._shuffle = arrays, size, shuffle
+        self._number = len(keras.tree.flatten(arrays)[0])
+        self._length = (self._number + (0 if drop_remainder else size - 1)) // size
+
+    def __len__(self):
+        return self._length
+
+    def __iter__(self):
+        order = list(range(self._number))
+        if self._shuffle:
+            # From the seed of `keras.utils.set_random_seed`
+            random.shuffle(order)
+        for start in range(0, self._length * self._size, self._size):
+            rows = order[start : start + self._size]
+            yield keras.tree.map_structure(lambda a, rows=rows: a[rows], self._arrays)
 
 
 def _weights(labels, weights, class_weight):

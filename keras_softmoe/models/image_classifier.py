@@ -9,13 +9,9 @@ import numpy as np
 
 from keras_softmoe.checks import check_numbers, check_whole_numbers, quote
 from keras_softmoe.keras_adapter.layers import flatten_layers
-from keras_softmoe.models import configuration, data, fitting
+from keras_softmoe.models import configuration, data, fitting, image_preprocessor
 from keras_softmoe.models.adaptation import quantize
 from keras_softmoe.models.arguments import check_images, check_kind, offer_names
-from keras_softmoe.models.image_preprocessor import (
-    ViTMoEImageClassifierPreprocessor,
-    fit_image_size,
-)
 from keras_softmoe.models.mutable_routing import MutableRouting, recompile_on_change
 from keras_softmoe.models.vit import ViTMoEBackbone
 from keras_softmoe.sharding.constraints import check_model
@@ -37,8 +33,7 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
 
     `fit`, `evaluate` and `predict` accept pixels from 0 to 255 if there is a
     `preprocessor`. Images have their channels last, independent of
-    `keras.config.image_data_format()`. (`models` attaches `from_preset`,
-    `save_to_preset` and `export`.)
+    `keras.config.image_data_format()`.
 
     Args:
         backbone: `ViTMoEBackbone`.
@@ -56,26 +51,18 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
     Returns, when called on `(B, height, width, channels)` images in `[-1, 1]`:
         `(B, num_classes)` logits (or activations).
 
-    Raises:
-        ValueError: if `num_classes` is not a positive integer, or another argument is
-            not among the accepted values.
-
     Source: V-MoE, section 2.1. The head starts from zeros, as in its released code.
 
     Examples:
         >>> backbone = ksm.models.ViTMoEBackbone.from_preset(name)
-        >>> classifier = ksm.models.ViTMoEImageClassifier(
-        ...     backbone,
-        ...     num_classes=179,
-        ...     preprocessor=ksm.models.ViTMoEImageClassifierPreprocessor(
-        ...         ksm.models.ViTMoEImageConverter(image_size=(32, 32))
-        ...     ),
-        ... )
+        >>> converter = ksm.models.ViTMoEImageConverter(image_size=(32, 32))
+        >>> preprocessor = ksm.models.ViTMoEImageClassifierPreprocessor(converter)
+        >>> classifier = ksm.models.ViTMoEImageClassifier(backbone, 179, preprocessor)
         >>> classifier.fit(images, labels, epochs=1)
     """
 
     backbone_cls = ViTMoEBackbone
-    preprocessor_cls = ViTMoEImageClassifierPreprocessor
+    preprocessor_cls = image_preprocessor.ViTMoEImageClassifierPreprocessor
 
     fit, evaluate, predict = fitting.fit, fitting.evaluate, fitting.predict
     batches = data.prepare
@@ -107,7 +94,7 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
         # === Layers ===
         self.backbone = backbone
         self.preprocessor = preprocessor
-        fit_image_size(preprocessor, backbone.image_shape[:2])
+        image_preprocessor.fit_image_size(preprocessor, backbone.image_shape[:2])
         self.output_dropout = keras.layers.Dropout(
             dropout, dtype=backbone.dtype_policy, name="output_dropout"
         )
@@ -136,14 +123,8 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
         """Configure training, as `keras_hub.models.ImageClassifier.compile` does.
 
         A cross-entropy given by its name is computed from logits, unless the model has
-        an activation. (Keras would expect probabilities.)
-
-        Args:
-            optimizer: `"auto"`, a name or a `keras.optimizers.Optimizer`.
-            loss: `"auto"` (the cross-entropy of int labels), a name or a
-                `keras.losses.Loss`.
-            metrics: `"auto"` (accuracy) or as in `keras.Model.compile`.
-            **kwargs: as in `keras.Model.compile`.
+        an activation. (Keras would expect probabilities.) `"auto"` is the cross-entropy
+        of int labels, and the accuracy.
         """
         if self.activation is None and isinstance(loss, str):
             if loss in _CROSSENTROPIES:
@@ -275,6 +256,6 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
 def _wrong_labels(received, num_classes):
     return ValueError(
         f"Labels must be whole numbers from 0 to {num_classes - 1}, one for each image."
-        f" Received: {received}. For one-hot labels compile with "
-        '`loss="categorical_crossentropy"`, or pass `labels.argmax(-1)`.'
+        f" Received: {received}. One-hot labels need a loss for them, such as "
+        '`loss="categorical_crossentropy"`.'
     )

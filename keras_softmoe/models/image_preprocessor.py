@@ -5,14 +5,7 @@ from collections.abc import Sequence
 import keras
 import keras_hub
 
-from keras_softmoe.checks import (
-    LARGEST,
-    check_bools,
-    check_choice,
-    check_numbers,
-    is_whole_number,
-    quote,
-)
+from keras_softmoe import checks
 from keras_softmoe.models.data import without_pil
 from keras_softmoe.models.vit import ViTMoEBackbone
 
@@ -53,7 +46,7 @@ class ViTMoEImageConverter(keras_hub.layers.ImageConverter):
     ):
         # Keras checks most of these when it converts the first image.
         _check_resizing(image_size, scale, offset, **kwargs)
-        check_choice("data_format", data_format, (None, "channels_last"))
+        checks.check_choice("data_format", data_format, (None, "channels_last"))
         super().__init__(
             image_size=image_size,
             scale=scale,
@@ -91,22 +84,18 @@ class ViTMoEImageClassifierPreprocessor(keras_hub.models.ImageClassifierPreproce
 
 
 def fit_image_size(preprocessor, image_size):
-    """Set the size of an image converter to a backbone's; raise if it cannot be used.
-
-    A preset loaded at another resolution still has the old size.
-    """
+    """Set the size of an image converter to a backbone's; raise if that fails."""
     converter = getattr(preprocessor, "image_converter", None)
     for name, value in (("preprocessor", preprocessor), ("image_converter", converter)):
         if value is not None and not callable(value):
             raise ValueError(
-                f"`{name}` must be callable or `None`. Received: {name}={quote(value)}."
+                f"`{name}` must be callable or `None`. "
+                + checks.received(**{name: value})
             )
     if getattr(converter, "data_format", None) == "channels_first":
         raise ValueError(
-            "The models expect images with their channels last. Received: an "
-            f"`image_converter` of class {type(converter).__name__} with "
-            "data_format='channels_first', perhaps from "
-            "`keras.config.image_data_format()`."
+            "The models expect images with their channels last. Received: "
+            f"data_format='channels_first' of a {type(converter).__name__}."
         )
     if hasattr(converter, "image_size"):
         converter.image_size = image_size
@@ -116,17 +105,18 @@ def _check_resizing(image_size, scale, offset, **others):
     if image_size is not None:
         is_pair = isinstance(image_size, (list, tuple)) and len(image_size) == 2
         if not is_pair or not all(
-            is_whole_number(size, name="image_shape") for size in image_size
+            checks.is_whole_number(size, name="image_shape") for size in image_size
         ):
             raise ValueError(
-                "`image_size` must be `None`, or a height and a width, at most "
-                f"{LARGEST['image_shape']:,}. Received: image_size={quote(image_size)}."
+                "`image_size` must be `None`, or a height and a width"
+                f"{checks.at_most('image_shape')}. "
+                + checks.received(image_size=image_size)
             )
     for name, value in {"scale": scale, "offset": offset}.items():
         if value is not None:
             numbers = value[:16] if isinstance(value, (list, tuple)) else [value]
             for number in numbers:
-                check_numbers(**{name: number})
-    check_bools(**{name: others[name] for name in _FLAGS if name in others})
+                checks.check_numbers(**{name: number})
+    checks.check_bools(**{name: others[name] for name in _FLAGS if name in others})
     interpolation = others.get("interpolation", "bilinear")
-    check_choice("interpolation", interpolation, _INTERPOLATIONS)
+    checks.check_choice("interpolation", interpolation, _INTERPOLATIONS)

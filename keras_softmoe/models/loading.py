@@ -1,11 +1,8 @@
 """`from_preset` and `save_to_preset` of all classes.
 
-`open_preset` finds the files of a name, a directory or a handle, and KerasHub makes the
-object. A preset without a directory (an architecture) gets a temporary one. A released
-checkpoint is converted when it is first loaded (`conversion.py`), and its directory is
-then loaded like any other.
-
-The classes know nothing of files: `models/__init__.py` attaches these methods to them.
+`open_preset` finds the files, and KerasHub makes the object. A preset without a
+directory (an architecture) gets a temporary one; a released checkpoint is converted
+when it is first loaded. `models/__init__.py` attaches these methods to the classes.
 """
 
 import contextlib
@@ -63,9 +60,9 @@ Examples:
 
 _SAVE_TO_PRESET = """Save as a preset directory. If that fails, an existing one is kept.
 
-A new directory appears when all of it is written. In an existing one, the files of a
-preset are replaced one after the other, and all others stay. If the program is killed
-meanwhile, the next `from_preset` replaces the rest.
+In an existing directory, the files of a preset are replaced one after the other, and
+all others stay. If the program is killed meanwhile, the next `from_preset` replaces the
+rest.
 
 Where several processes share the model, all of them have to call this, and the first
 one writes.
@@ -86,13 +83,8 @@ def attach(cls, load=None):
     """Give a class of models `from_preset` and `save_to_preset`, and its subclasses.
 
     (A mixin would have to come first, but KerasHub takes the first base of a class for
-    its kind.)
-
-    Args:
-        cls: class of models.
-        load: callable `(read, cls, directory, load_weights, arguments)` that returns a
-            model, where `read` is KerasHub's `from_preset` as a function of a class.
-            Defaults to `read` alone.
+    its kind.) `load` is a callable `(read, cls, directory, load_weights, arguments)`
+    that returns a model, where `read` is KerasHub's `from_preset` of a class.
     """
     read, save = cls.from_preset.__func__, cls.save_to_preset
     load = load or _load
@@ -143,10 +135,7 @@ def attach(cls, load=None):
 
 
 def attach_without_weights(cls):
-    """Give a converter, tokenizer or preprocessor `from_preset` and `save_to_preset`.
-
-    `save_to_preset` writes all files or none, and replaces those of presets only.
-    """
+    """Give a class without weights `from_preset` and `save_to_preset`."""
     read, save = cls.from_preset.__func__, cls.save_to_preset
 
     @functools.wraps(read)
@@ -192,16 +181,14 @@ def load_classifier(read, cls, directory, load_weights, arguments):
             # KerasHub would continue with a new head.
             raise ValueError(
                 f"The preset {name!r} has no weights for its head: task.weights.h5 is "
-                "missing. Restore the file, or start from a new head: "
-                "`from_preset(..., num_classes=10)`."
+                "missing. A new head starts with `from_preset(..., num_classes=10)`."
             )
     elif "preprocessor" not in arguments and folder.is_dir():
         if not (folder / "image_converter.json").is_file():
             raise ValueError(
                 f"The preset {name!r} holds a backbone only, without preprocessing of "
-                "images. Pass `preprocessor=ViTMoEImageClassifierPreprocessor("
-                "ViTMoEImageConverter())` for pixels from 0 to 255, or "
-                "`preprocessor=None` for images as the backbone expects them."
+                "images. Pass a `preprocessor`, or `preprocessor=None` for images as "
+                "the backbone expects them."
             )
     arguments = _with_backbone(cls, directory, load_weights, arguments)
     return read(cls, directory, load_weights=load_weights, **arguments)
@@ -213,9 +200,8 @@ def load_contrastive(read, cls, directory, load_weights, arguments):
     if "preprocessor" not in arguments and folder.is_dir():
         if not (folder / "tokenizer.json").is_file():
             raise ValueError(
-                f"The preset {folder.name!r} has no tokenizer. Pass one, "
-                "`preprocessor=LIMoEPreprocessor(LIMoETokenizer('spiece.model'), ...)`,"
-                " or `preprocessor=None` to give the model token ids."
+                f"The preset {folder.name!r} has no tokenizer. Pass a `preprocessor` "
+                "with one, or `preprocessor=None` to give the model token ids."
             )
     # KerasHub would read the preset's vocabulary into the tokenizer of another one.
     preprocessor = arguments.get("preprocessor")
@@ -230,10 +216,8 @@ def load_contrastive(read, cls, directory, load_weights, arguments):
 
 
 def _with_backbone(cls, directory, load_weights, arguments):
-    """Replace arguments of the backbone by a backbone that has them.
-
-    With `dtype` and `image_shape` alone, which KerasHub hands on, nothing is changed.
-    """
+    """Replace arguments of the backbone by a backbone that has them."""
+    # KerasHub hands on these alone.
     handed_on = ("dtype", "image_shape")
     own = {*arguments_of(cls), *handed_on}
     of_backbone = {n: x for n, x in arguments.items() if n not in own}
@@ -257,8 +241,7 @@ def _check_finite(model, preset):
             raise ValueError(
                 f"The weights of the preset {str(preset)!r} are not all finite: its "
                 "file is damaged, or its training had failed. Received: NaN or "
-                f"infinity in {variable.path!r}. Restore the file, or start anew with "
-                "`load_weights=False`."
+                f"infinity in {variable.path!r}."
             )
 
 
@@ -285,17 +268,8 @@ def _check_dtypes(preprocessing, preset):
 def open_preset(preset, load_weights=True):
     """Find the files of a preset, and name it in errors while they are read.
 
-    Args:
-        preset: str or path: a name of the catalogue, a directory, or a handle.
-        load_weights: bool, whether weights are needed.
-
-    Yields:
-        str, a directory, or the handle. It is a directory of the cache for a
-        convertible preset with weights, and a temporary one for an architecture.
-
-    Raises:
-        ValueError: if the name is unknown, the directory is not a preset of this
-            library, a file in it has an unknown key, or there are no weights.
+    Yields a directory or the handle. It is a directory of the cache for a convertible
+    preset with weights, and a temporary one for an architecture.
     """
     if not isinstance(preset, str | os.PathLike):
         raise ValueError(
@@ -358,8 +332,7 @@ _OF_AN_OBJECT = (
 def check_keys(directory):
     """Raise if a file of a preset has an unknown, misspelt or misplaced name.
 
-    Keras ignores names beside the arguments of an object, and KerasHub ignores whole
-    files: a task is read from `task.json` alone.
+    Keras ignores names beside the arguments of an object, and KerasHub whole files.
     """
     for name in _FILES:
         try:
@@ -400,6 +373,5 @@ def _check_object(file, part):
                 f"'{file}' has a key that {str(part['class_name'])[:80]} does not know."
                 f"{did_you_mean(unknown, accepted)} Accepted: "
                 f"{', '.join(dict.fromkeys(accepted))}. Received: "
-                f"{', '.join(map(quote, unknown[:12]))}. Correct the file or leave the "
-                "key out."
+                f"{', '.join(map(quote, unknown[:12]))}."
             )

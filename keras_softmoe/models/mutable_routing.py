@@ -9,8 +9,11 @@ import numpy as np
 
 from keras_softmoe.architecture import moe_layers_of
 from keras_softmoe.checks import is_whole_number, quote
-from keras_softmoe.keras_adapter.optimizers import variables_of
-from keras_softmoe.keras_adapter.runs import map_predictions, wrap_compilation
+from keras_softmoe.keras_adapter.runs import (
+    map_predictions,
+    variables_of,
+    wrap_compilation,
+)
 from keras_softmoe.routers.recording import is_recording
 from keras_softmoe.sharding.constraints import check_model
 from keras_softmoe.sharding.variables import gather_rows, is_sharded, num_processes
@@ -24,12 +27,10 @@ class MutableRouting:
     """Mixin of models that recompile after settings of their routers have changed.
 
     A compiled `predict`, `fit` or `evaluate` has the settings of its routers built in,
-    the groups in which they route, and the weights (replaced by quantization and LoRA).
-    A model of another class around ours does not notice changes: compile it again.
-
-    A subclass has `routers`, a dict from the index of a block to its router, and is
-    decorated with `recompile_on_change`. (KerasHub takes the first base of a task for
-    the kind of task, so the mixin comes last and cannot override Keras' methods.)
+    the groups in which they route, and the weights. A subclass has `routers`, a dict
+    from the index of a block to its router, and is decorated with
+    `recompile_on_change`. (KerasHub takes the first base of a task for its kind, so the
+    mixin comes last and cannot override Keras' methods.)
     """
 
     # Settings that each step was compiled with. In an object that Keras does not track:
@@ -39,23 +40,19 @@ class MutableRouting:
     def set_routing(self, layers=None, **settings):
         """Change settings of the routers, for the next `predict`, `fit` or `evaluate`.
 
-        Threads that share a model need a lock around `set_routing` and the call after
-        it: a call during a change may use old and new settings.
+        Threads that share a model need a lock around `set_routing` and the next call.
 
         Args:
-            layers: int or sequence of int, the MoE blocks to change, counted as in
-                `moe_layers`. `None`: all.
+            layers: int or sequence of int, the MoE blocks to change, `None` for all.
             **settings: new values: `capacity_factor`, `eval_capacity_factor` and
-                `random_logits` of all sparse routers; `num_selected_experts` and
-                `priority` if tokens choose, and except for LIMoE's `keep_fraction` and
-                `normalize_gates`; `single_modality_capacity_factor` of LIMoE's. And of
-                all blocks at once `group_images`, the images (or pairs) that are routed
-                together, see `layers.MoE`.
+                `random_logits` of sparse routers; `num_selected_experts`, `priority`,
+                `keep_fraction` and `normalize_gates` if tokens choose;
+                `single_modality_capacity_factor` of LIMoE's. And of all blocks at once
+                `group_images`, see `layers.MoE`.
 
         Raises:
-            ValueError: if a block has no router, a router has no such setting, a value
-                is not accepted, or `group_images` is to change in some blocks only. The
-                model is then unchanged.
+            ValueError: if a block has no router, a router has no such setting, or a
+                value is not accepted. The model is then unchanged.
 
         Source: V-MoE, sections 2.4 and 4, appendices E.3, E.4 and E.7 (groups); LIMoE,
         appendix E.5 (groups).
@@ -138,18 +135,14 @@ def _compile_if_changed(model, step, make):
     return made
 
 
-# === Checks before each run ===
-
-
 def _check_run(model, step):
     """Check open scopes of `record`, the optimizer and the distribution of a model."""
     if is_recording() and _is_traced(model, step):
         method = {"train": "fit", "test": "evaluate", "predict": "predict"}[step]
         raise ValueError(
             f"A scope of `routers.record` records nothing of `{method}`, which runs a "
-            f"function compiled by {keras.backend.backend()}. Call the model itself, "
-            "`model(inputs)`, in the scope, or compile it with `run_eagerly=True` for "
-            f"`evaluate` and `predict`. Received: model={model.name!r}."
+            f"function compiled by {keras.backend.backend()}: call the model itself, "
+            f"`model(inputs)`, in the scope. Received: model={model.name!r}."
         )
     if step == "train":
         _check_optimizer(model)
@@ -162,9 +155,8 @@ def _check_run(model, step):
     if sharded is not None:
         warnings.warn(
             "This model is sharded over devices, but no distribution that shards "
-            "models is active: every step gathers the weights of all experts. Use the "
-            "one it was built in (`keras.distribution.set_distribution`). Received: "
-            f"{sharded!r}, distribution={distribution}.",
+            "models is active: every step gathers the weights of all experts. "
+            f"Received: {sharded!r}, distribution={distribution}.",
             stacklevel=5,
         )
 
@@ -193,8 +185,7 @@ def _check_optimizer(model):
         raise ValueError(
             "Weights were frozen, unfrozen or replaced since the optimizer was built: "
             "call `compile` again, with a new optimizer. Received: the model "
-            f"{model.name!r} with {len(now)} weights to train, an optimizer built for "
-            f"{len(before)}; they differ in {quote(changed[:3])}."
+            f"{model.name!r}, changed in {quote(changed[:3])}."
         )
 
 

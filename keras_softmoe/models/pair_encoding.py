@@ -17,33 +17,16 @@ _TEXTS_PER_CALL = 8192
 class PairEncoding:
     """Mixin of contrastive tasks: encode one modality, classify by class names.
 
-    A subclass has a `backbone` with an `image_encoder` and a `text_encoder`, and a
-    `preprocessor` or `None`.
+    A subclass has a `backbone` and a `preprocessor` or `None`.
     """
 
     def encode_image(self, images, batch_size=64, verbose=0):
         """Compute embeddings of images alone.
 
-        Args:
-            images: `(N, height, width, channels)` array, or list of arrays or PIL
-                images, from 0 to 255 (without a preprocessor: in `[-1, 1]`).
-            batch_size: int, images per forward pass.
-            verbose: 0 or 1, whether to show a progress bar.
-
-        Returns:
-            `(N, width)` float32 array, rows of length one.
-
-        Raises:
-            ValueError: if images have another shape than the model's, or are not
-                finite.
-
-        Source: LIMoE, appendix D.1: experts have a larger capacity for one modality
-        (`single_modality_capacity_factor` of the router).
-
-        Examples:
-            >>> similarity = limoe.encode_image(scenes) @ limoe.encode_text(captions).T
-            >>> similarity.shape
-            (8, 8)
+        `images` are `(N, height, width, channels)`, or a list of arrays or PIL images,
+        from 0 to 255 (without a preprocessor: in `[-1, 1]`). Returns `(N, width)`
+        float32, rows of length one. Source: LIMoE, appendix D.1: experts have a larger
+        capacity for one modality (`single_modality_capacity_factor` of the router).
         """
         images = as_arrays(images)
         self.check_input(images)
@@ -53,18 +36,8 @@ class PairEncoding:
     def encode_text(self, captions, batch_size=64, verbose=0):
         """Compute embeddings of captions alone.
 
-        Args:
-            captions: list or array of `N` str, or `(N, sequence_length)` token ids.
-            batch_size: int, captions per forward pass.
-            verbose: 0 or 1, whether to show a progress bar.
-
-        Returns:
-            `(N, width)` float32 array, rows of length one.
-
-        Raises:
-            ValueError: if captions are not valid inputs of the preprocessor.
-
-        Source: as `encode_image`.
+        `captions` are `N` str, or `(N, sequence_length)` token ids. Returns `(N,
+        width)` float32, rows of length one. Source: as `encode_image`.
         """
         return self._encode("text", self._token_ids(captions), batch_size, verbose)
 
@@ -97,26 +70,17 @@ class PairEncoding:
             return token_ids.astype("int32")
         if self.preprocessor is None:
             raise ValueError(
-                "Without a preprocessor there is no tokenizer: pass "
-                f"(N, {self.backbone.sequence_length}) int token ids, or give the task "
-                f"a `preprocessor`. Received: captions={type(captions).__name__}."
+                "Captions in words need a task with a `preprocessor`. Received: "
+                f"captions={type(captions).__name__}."
             )
         return self.preprocessor.tokenize(checked_captions(captions))
 
     def class_embeddings(self, class_names, templates=("{}",)):
         """Compute embeddings of classes from their names, averaged over templates.
 
-        Args:
-            class_names: `C` strings, all different.
-            templates: strings, each with `{}` where the name goes.
-
-        Returns:
-            `(C, width)` float32 array, rows of length one.
-
-        Raises:
-            ValueError: if names repeat, or a template has no `{}`.
-
-        Source: LIMoE, appendix D.2; Radford et al. 2021 (CLIP), section 3.1.4.
+        `class_names` are `C` strings, all different, and `templates` have `{}` where
+        the name goes. Returns `(C, width)` float32, rows of length one. Source: LIMoE,
+        appendix D.2; Radford et al. 2021 (CLIP), section 3.1.4.
         """
         return class_embeddings(self.encode_text, class_names, templates)
 
@@ -125,37 +89,16 @@ class PairEncoding:
     ):
         """Score classes given by their names.
 
-        Args:
-            images: as in `encode_image`.
-            class_names: as in `class_embeddings`.
-            templates: as in `class_embeddings`.
-            batch_size: int, images per forward pass.
-            verbose: 0 or 1, whether to show a progress bar.
-
-        Returns:
-            `(N, C)` float32 array, the cosine of each image and class. See
-            `evaluation.zero_shot` for accuracies.
-
-        Raises:
-            ValueError: as `class_embeddings` and `encode_image`.
-
-        Examples:
-            >>> scores = limoe.zero_shot(scenes, ["red circle", "blue star"], ["a {}"])
-            >>> scores.argmax(-1).shape
-            (8,)
+        Arguments are as in `encode_image` and `class_embeddings`. Returns `(N, C)`
+        float32, the cosine of each image and class. See `evaluation.zero_shot` for
+        accuracies.
         """
         classes = self.class_embeddings(class_names, templates)
         return self.encode_image(images, batch_size, verbose) @ classes.T
 
 
-# === Names of classes ===
-
-
 def class_embeddings(encode_text, class_names, templates):
-    """Compute embeddings of classes, see `PairEncoding.class_embeddings`.
-
-    `encode_text` is a callable from a list of `N` str to `(N, D)` embeddings.
-    """
+    """Compute embeddings of classes with a function of texts, see `PairEncoding`."""
     names, templates = check_names(class_names), _strings("templates", templates)
     without = [text for text in templates if "{}" not in text]
     if without:
@@ -194,8 +137,7 @@ def check_names(class_names):
         repeated = [name for name, count in Counter(names).items() if count > 1]
         raise ValueError(
             "The names of classes must all differ. Received: class_names with "
-            f"{', '.join(map(repr, repeated[:5]))} more than once. Name them in words, "
-            "such as 'crane bird' and 'construction crane'."
+            f"{', '.join(map(repr, repeated[:5]))} more than once."
         )
     return names
 

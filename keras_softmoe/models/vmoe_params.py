@@ -66,10 +66,9 @@ def load_vmoe_params(model: keras.Model, params: Mapping, verbose: int = 0) -> N
         verbose: 0 or 1, whether to show a progress bar.
 
     Raises:
-        ValueError: if a variable of the model finds no array, an array no variable, a
-            shape does not fit or an array holds no real numbers. The message lists all
-            of them; the model is then unchanged. Also if a number is not finite; the
-            arrays before it are then in the model.
+        ValueError: if a variable of the model finds no array, an array no variable, or
+            one has another shape or no real numbers. The message lists all of them;
+            the model is then unchanged. Also if a number is not finite.
 
     Examples:
         >>> np.savez("params.npz", **ksm.converters.to_vmoe_params(classifier))
@@ -87,8 +86,7 @@ def load_vmoe_params(model: keras.Model, params: Mapping, verbose: int = 0) -> N
     if wrong:
         raise ValueError(
             "Parameters must be real numbers. Received: "
-            f"{', '.join(sorted(wrong)[:5])}. (Of complex numbers the imaginary part "
-            "would be lost.)"
+            f"{', '.join(sorted(wrong)[:5])}."
         )
     named = named_variables(model)
     _check_fit(named, shapes)
@@ -101,8 +99,7 @@ def load_vmoe_params(model: keras.Model, params: Mapping, verbose: int = 0) -> N
         if not np.isfinite(array).all():
             raise ValueError(
                 "Parameters must be finite numbers: the file is damaged, or the "
-                f"training had failed. Received: NaN or infinity in {name!r}. Fetch "
-                "the file again."
+                f"training had failed. Received: NaN or infinity in {name!r}."
             )
         variable.assign(np.reshape(array, variable.shape))
         progress.add(1)
@@ -154,12 +151,7 @@ def to_vmoe_params(model: keras.Model) -> dict:
 
 
 def named_variables(model, with_routers=True):
-    """Return a dict from V-MoE's name to our variable, for all weights of a model.
-
-    Args:
-        model: a backbone or classifier of this library.
-        with_routers: bool, whether the weights of routers are among them.
-    """
+    """Return a dict from V-MoE's name to our variable, for all weights of a model."""
     named, unknown = {}, []
     backbone = getattr(model, "backbone", model)
     for prefix, tower in (("img", "image_backbone"), ("txt", "text_backbone")):

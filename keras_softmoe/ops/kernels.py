@@ -10,6 +10,12 @@ import itertools
 import keras
 from keras import ops
 
+from keras_softmoe.keras_adapter.layers import only_finds_shapes
+
+if keras.backend.backend() == "torch":
+    import torch
+    from torch.nn import functional
+
 # Products of fewer rows per expert are small, see `affine` and `chunked_map`.
 _FEW_ROWS = 128
 # Experts in a chunk: with few rows on JAX, and with many
@@ -57,14 +63,12 @@ def affine(x, kernel, bias, sharded=False):
     Returns:
         `(..., H)` tensor, or `(E, N, H)`.
     """
-    x, kernel = ops.convert_to_tensor(x), ops.convert_to_tensor(kernel)
-    bias, stacked = ops.convert_to_tensor(bias), len(kernel.shape) == 3
+    x, kernel, bias = as_tensor(x), as_tensor(kernel), as_tensor(bias)
+    stacked = len(kernel.shape) == 3
     if keras.backend.backend() == "torch":
-        import torch
-
         if stacked:
             return torch.baddbmm(bias, x, kernel)
-        return torch.nn.functional.linear(x, kernel.T, bias)
+        return functional.linear(x, kernel.T, bias)
     if stacked:
         on_processor = is_jax_on("cpu") and not sharded
         if on_processor and _are_few(x.shape[1]):
@@ -101,6 +105,48 @@ def _product_of_few_rows(x, kernel):
     return product(x, kernel)
 
 
+def layer_norm(x, gamma, beta, epsilon):
+    """Compute `keras.ops.layer_normalization` of the last axis, in the dtype of `x`.
+
+    PyTorch has one operator for it, in place of ten.
+    """
+    if keras.backend.backend() != "torch" or hasattr(x, "placements"):
+        outputs = ops.layer_normalization(x, gamma, beta, -1, epsilon)
+        return ops.cast(outputs, x.dtype)
+    gamma, beta = (None if w is None else as_tensor(w) for w in (gamma, beta))
+    if gamma is None or gamma.dtype == x.dtype:
+        return functional.layer_norm(x, x.shape[-1:], gamma, beta, epsilon)
+    # With mixed precision the weights are more precise than the tokens.
+    precise = x.to(gamma.dtype)
+    precise = functional.layer_norm(precise, x.shape[-1:], gamma, beta, epsilon)
+    return precise.to(x.dtype)
+
+
+def patches(images, kernel, bias):
+    """Compute `keras.ops.conv` of patches that do not overlap, `(B, rows, columns, D)`.
+
+    Args:
+        images: `(B, height, width, channels)` tensor.
+        kernel: `(rows, columns, channels, D)` tensor, rows and columns of a patch.
+        bias: `(D,)` tensor.
+    """
+    stride = tuple(kernel.shape[:2])
+    if keras.backend.backend() != "torch" or only_finds_shapes():
+        return ops.conv(images, kernel, stride, data_format="channels_last") + bias
+    # PyTorch has channels before rows and columns.
+    images, kernel = as_tensor(images).permute(0, 3, 1, 2), as_tensor(kernel)
+    kernel = kernel.permute(3, 2, 0, 1)
+    grid = functional.conv2d(images, kernel, as_tensor(bias), stride)
+    return grid.permute(0, 2, 3, 1)
+
+
+def gelu(x):
+    """Compute GELU in the tanh approximation."""
+    if keras.backend.backend() != "torch" or isinstance(x, keras.KerasTensor):
+        return ops.gelu(x, approximate=True)
+    return functional.gelu(as_tensor(x), approximate="tanh")
+
+
 def attend(query, key, value, mask=None):
     """Compute `keras.ops.dot_product_attention`, with a softmax in float32 or more.
 
@@ -125,12 +171,11 @@ def attend(query, key, value, mask=None):
         mask = ops.expand_dims(ops.expand_dims(mask, 1), 1)
     if is_jax_on("gpu", "tpu") and mask is None:
         return ops.dot_product_attention(query, key, value)
-    query, key, value = (ops.transpose(x, (0, 2, 1, 3)) for x in (query, key, value))
+    query, key, value = (swap_axes(x, 1, 2) for x in (query, key, value))
     if keras.backend.backend() == "torch":
-        from torch.nn.functional import scaled_dot_product_attention
-
+        attention = functional.scaled_dot_product_attention
         known = () if mask is None else (mask,)
-        means = on_own_groups(scaled_dot_product_attention, query, key, value, *known)
+        means = on_own_groups(attention, query, key, value, *known)
     else:
         query = query * query.shape[-1] ** -0.5
         # (B, heads, Q, S)
@@ -140,7 +185,7 @@ def attend(query, key, value, mask=None):
             logits = ops.where(mask, logits, -float("inf"))
         weights = softmax(logits)
         means = ops.matmul(ops.cast(weights, value.dtype), value)
-    return ops.transpose(means, (0, 2, 1, 3))
+    return swap_axes(means, 1, 2)
 
 
 def on_own_groups(function, *tensors):
@@ -230,14 +275,12 @@ def chunked_map(fn, operands, sharded=False):
     Returns:
         Tensor, the result of `fn`.
     """
-    operands = [ops.convert_to_tensor(operand) for operand in operands]
+    operands = [as_tensor(operand) for operand in operands]
     count, rows, width = operands[0].shape
     size = _CHUNK_OF_MANY_ROWS
     # The number of rows is unknown in an exported model.
     many_rows = count > size and isinstance(rows, int) and rows >= _FEW_ROWS
     if keras.backend.backend() == "torch":
-        import torch
-
         # Gradients of chunks would have to be concatenated, which costs more.
         all_at_once = torch.is_grad_enabled() or operands[0].device.type != "cpu"
         if all_at_once or not many_rows:
@@ -334,22 +377,28 @@ def batch_matmul(x, y):
     return ops.matmul(x, y)
 
 
+# Views of Keras take ten times as long as those of PyTorch: a fifth of a small layer.
+
+
+def as_tensor(x):
+    """Compute `keras.ops.convert_to_tensor`, at once for what is a tensor."""
+    if keras.backend.backend() == "torch" and isinstance(x, torch.Tensor):
+        return x
+    return x.value if isinstance(x, keras.Variable) else ops.convert_to_tensor(x)
+
+
 def reshape(x, shape):
-    """`keras.ops.reshape`, which in eager mode on PyTorch is slow.
-
-    It looks for symbolic tensors in the shape, too, which takes ten times as long as
-    the view itself: a fifth of a layer where operations are short.
-
-    Args:
-        x: tensor.
-        shape: tuple of ints, one of which may be -1.
-
-    Returns:
-        Tensor of that shape.
-    """
+    """Compute `keras.ops.reshape`; the shape is a tuple of ints."""
     if keras.backend.backend() != "torch" or isinstance(x, keras.KerasTensor):
         return ops.reshape(x, shape)
-    return ops.convert_to_tensor(x).reshape(shape)
+    return as_tensor(x).reshape(shape)
+
+
+def swap_axes(x, first, second):
+    """Compute `keras.ops.swapaxes`."""
+    if keras.backend.backend() != "torch" or isinstance(x, keras.KerasTensor):
+        return ops.swapaxes(x, first, second)
+    return as_tensor(x).transpose(first, second)
 
 
 def softmax(logits, axis=-1):

@@ -1,8 +1,7 @@
 """Reading and writing variables that are sharded over devices and processes.
 
-A file holds whole variables. Where no process has all shards of a variable, all
-processes together gather one variable after the other for the process that writes. A
-process reads only the shards of its devices.
+A file holds whole variables: all processes together gather one after the other for the
+process that writes. A process reads only the shards of its devices.
 """
 
 import contextlib
@@ -39,10 +38,7 @@ def failed_processes(is_well):
 
 
 def answers_of_all(answer):
-    """Return a list of the answers of all processes; all must call this.
-
-    `answer` is a float, on PyTorch any object.
-    """
+    """Return a list of the answers of all processes; all must call this."""
     count = num_processes()
     if count == 1:
         return [answer]
@@ -82,10 +78,7 @@ def gather(value):
 
 
 def gather_rows(rows):
-    """Return the rows of a step of `predict` of all processes; all must call this.
-
-    `rows` is a tensor with the rows of this process, on JAX with all of them.
-    """
+    """Return the rows of a step of `predict` of all processes; all must call this."""
     if keras.backend.backend() != "torch":
         return gather(rows)
     import torch
@@ -112,12 +105,8 @@ def save_in_one_process(save, target):
     """Write variables to files in process 0, gathering shards from all processes.
 
     Every process has to call this with the same model. If the writer fails, all raise.
-
-    Args:
-        save: callable that takes a path (str) and writes a file or a directory there.
-            It may read any variables, in an order that does not depend on their values.
-        target: callable that returns a context manager, which yields the path, in the
-            process that writes.
+    `save` takes a path and may read any variables, in an order that does not depend on
+    their values; `target` returns a context manager that yields the path.
     """
     if num_processes() == 1 or _IS_READING.get():
         with target() as path:
@@ -142,19 +131,14 @@ def save_in_one_process(save, target):
     if failure is not None:
         raise failure
     if failed:
-        raise RuntimeError(
-            f"Process {failed[0]} could not write the files, see its error."
-        )
+        raise RuntimeError(f"Process {failed[0]} could not write, see its error.")
 
 
 def load_shards(model, filepath, layers, load):
     """Load the weights of a model; of some layers, only the shards of this process.
 
-    Args:
-        model: `keras.Model`.
-        filepath: str or path, `*.weights.h5` or `*.weights.json`.
-        layers: list of layers whose variables may be sharded.
-        load: callable that loads all weights but those of `objects_to_skip`, layers.
+    `layers` may have sharded variables, `load` loads all weights but those of
+    `objects_to_skip`.
     """
     variables = [variable for layer in layers for variable in layer.variables]
     if any(map(is_sharded, variables)):

@@ -19,19 +19,22 @@ The examples of this module start from:
     >>> images, labels = (x[:8] for x in ksm.datasets.digits(image_size=32))
 """
 
-from keras_softmoe.training.distiller import Distiller as Distiller
-from keras_softmoe.training.muon import Muon as Muon
+from keras_softmoe.training.objectives import (
+    Distiller as Distiller,
+    PrecisionAt1 as PrecisionAt1,
+    SigmoidCrossentropy as SigmoidCrossentropy,
+)
 from keras_softmoe.training.optimizers import (
     SGD as SGD,
     Adafactor as Adafactor,
     Adam as Adam,
+    Muon as Muon,
 )
-from keras_softmoe.training.paper_recipes import recipe as recipe, recipes as recipes
+from keras_softmoe.training.paper_recipes import (
+    Recipe as Recipe,
+    recipe as recipe,
+    recipes as recipes,
+)
 from keras_softmoe.training.pipeline import Augmentation as Augmentation
-from keras_softmoe.training.pretraining import (
-    PrecisionAt1 as PrecisionAt1,
-    SigmoidCrossentropy as SigmoidCrossentropy,
-)
-from keras_softmoe.training.recipe_settings import Recipe as Recipe
 from keras_softmoe.training.schedules import WarmupSchedule as WarmupSchedule
 from keras_softmoe.training.soups import greedy_soup as greedy_soup

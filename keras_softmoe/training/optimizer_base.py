@@ -7,22 +7,24 @@ import keras
 from keras import ops
 
 from keras_softmoe.checks import received
-from keras_softmoe.keras_adapter import optimizers as adapter
+from keras_softmoe.keras_adapter import runs as adapter
 from keras_softmoe.sharding.constraints import layout_of
 
 
 class ByVariable(adapter.OwnAverages):
     """Mixin, in front of an optimizer of Keras: weight decay by variable.
 
-    The averages of `use_ema=True` have no bias to the first step.
+    The averages of `use_ema=True` have no bias to the first step. `settings` are the
+    names of further arguments in the configuration.
     """
+
+    settings = ()
 
     def __init__(self, weight_decay_rules, gradient_scale_rules, **kwargs):
         super().__init__(**kwargs)
         if weight_decay_rules and self.weight_decay is not None:
             raise ValueError(
-                "`weight_decay` is one rate for all variables, `weight_decay_rules` "
-                "are rates by variable: they exclude each other. "
+                "`weight_decay` and `weight_decay_rules` exclude each other. "
                 + received(
                     weight_decay=self.weight_decay,
                     weight_decay_rules=weight_decay_rules,
@@ -42,10 +44,7 @@ class ByVariable(adapter.OwnAverages):
         ]
 
     def add_like(self, variable, name, mean_of=None, dtype=None):
-        """Return a variable like another, with length 1 along the axis `mean_of`.
-
-        It has the same layout on devices, and the same dtype unless one is given.
-        """
+        """Return a variable of the layout of another, of length 1 along `mean_of`."""
         shape = [1 if i == mean_of else n for i, n in enumerate(variable.shape)]
         layout = layout_of(variable.path)
         if layout is not None:
@@ -53,13 +52,10 @@ class ByVariable(adapter.OwnAverages):
             # A rule may match another variable's path by chance.
             fits = len(axes) == len(shape)
             layout = type(layout)(axes, layout.device_mesh) if fits else None
-        return self.add_variable(
-            shape,
-            dtype=dtype or variable.dtype,
-            layout=layout,
-            # `distribution.audit` finds the other variable by this name.
-            name=f"{variable.path.replace('/', '_')}_{name}",
-        )
+        # `distribution.audit` finds the other variable by this name.
+        name = f"{variable.path.replace('/', '_')}_{name}"
+        dtype = dtype or variable.dtype
+        return self.add_variable(shape, dtype=dtype, layout=layout, name=name)
 
     def apply(self, grads, trainable_variables=None):
         if keras.backend.backend() == "tensorflow":
@@ -117,11 +113,9 @@ class ByVariable(adapter.OwnAverages):
                     average.assign(ops.copy(average))
 
     def get_config(self):
-        return {
-            **super().get_config(),
-            "weight_decay_rules": self.weight_decay_rules,
-            "gradient_scale_rules": self.gradient_scale_rules,
-        }
+        names = ("weight_decay_rules", "gradient_scale_rules", *self.settings)
+        own = {name: getattr(self, name) for name in names}
+        return {**super().get_config(), **own}
 
 
 def check_rules(name, rules):
@@ -135,8 +129,7 @@ def check_rules(name, rules):
         except (TypeError, ValueError, re.error) as error:
             raise ValueError(
                 f"`{name}` must be pairs of a regular expression and a number, for "
-                f"example [('kernel$', 0.03)]. Received: {name}={rules!r}, with "
-                f"{rule!r}: {error}."
+                f"example [('kernel$', 0.03)]. {received(**{name: rules})} {error}."
             ) from error
         if not (math.isfinite(value) and value >= 0):
             raise ValueError(
@@ -148,10 +141,7 @@ def check_rules(name, rules):
 
 
 def weight_of_all(steps, momentum):
-    """Return the weight of all values in an average that started from 0, float32.
-
-    That is `1 - momentum ** steps`, without loss of digits for a momentum near 1.
-    """
+    """Return `1 - momentum ** steps`, precise for a momentum near 1, in float32."""
     return -ops.expm1(steps * math.log(momentum)) if momentum else ops.ones_like(steps)
 
 

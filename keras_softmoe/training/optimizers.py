@@ -1,11 +1,9 @@
-"""Adam, SGD and Adafactor as in the papers' released training code.
+"""Adam, SGD and Adafactor as in the papers' released training code, and Muon.
 
-`global_clipnorm`, `clipvalue`, `clipnorm`, `gradient_accumulation_steps` and
-`weight_decay` (one rate for all variables, times the learning rate) work as in Keras,
-which lacks the features of `ByVariable`, the papers' order of operations, and an
-Adafactor with momentum.
+Arguments that Keras' optimizers have, too, work as there.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,18 +11,19 @@ import keras
 from keras import ops
 
 from keras_softmoe.checks import check_choice, check_numbers
-from keras_softmoe.keras_adapter.optimizers import index_of
+from keras_softmoe.keras_adapter.runs import InOnePass, MuonByShape, index_of
 from keras_softmoe.ops.numbers import smallest
 from keras_softmoe.training.optimizer_base import ByVariable, weight_of_all
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
-class Adam(ByVariable, keras.optimizers.Optimizer):
+class Adam(ByVariable, InOnePass, keras.optimizers.Optimizer):
     """Adam with weight decay by variable.
 
     In contrast to `keras.optimizers.Adam`, `epsilon` is added to the root of the
-    bias-corrected second moment (the Adam paper's algorithm 1), and the average of
-    `use_ema=True` is not biased to the first step.
+    bias-corrected second moment (the Adam paper's algorithm 1, as `torch.optim.AdamW`),
+    and the average of `use_ema=True` is not biased to the first step. On PyTorch all
+    weights in float32 are updated in one pass, without copies.
 
     Args:
         learning_rate: float or schedule.
@@ -39,9 +38,8 @@ class Adam(ByVariable, keras.optimizers.Optimizer):
         momentum_dtype: `"bfloat16"` for the first moment, or `None` for the dtype of
             the variables, which the second moment always has.
         **kwargs: arguments of `keras.optimizers.Optimizer`, such as `weight_decay` (one
-            rate for all variables, in place of the rules), `clipnorm`, `clipvalue`,
-            `global_clipnorm`, `use_ema`, `ema_momentum` (1 is the mean of all steps)
-            and `gradient_accumulation_steps`.
+            rate for all, in place of the rules), `global_clipnorm`, `use_ema`,
+            `ema_momentum` (1 is the mean of all steps).
 
     Raises:
         ValueError: if a rule is not a pair, or both kinds of weight decay are given.
@@ -57,6 +55,8 @@ class Adam(ByVariable, keras.optimizers.Optimizer):
         ... )
         >>> classifier.compile(optimizer)
     """
+
+    settings = ("beta_1", "beta_2", "epsilon", "momentum_dtype")
 
     def __init__(
         self,
@@ -86,15 +86,13 @@ class Adam(ByVariable, keras.optimizers.Optimizer):
             return
         super().build(variables)
         if self.momentum_dtype is None:
-            self.momentums, self.velocities = self.add_optimizer_variables(
-                variables, ["momentum", "velocity"]
-            )
+            names = ["momentum", "velocity"]
+            added = self.add_optimizer_variables(variables, names)
+            self.momentums, self.velocities = added
             return
         self.velocities = self.add_optimizer_variables(variables, "velocity")
-        self.momentums = [
-            self.add_like(variable, "momentum", dtype=self.momentum_dtype)
-            for variable in variables
-        ]
+        dtype = self.momentum_dtype
+        self.momentums = [self.add_like(v, "momentum", dtype=dtype) for v in variables]
 
     def update_step(self, gradient, variable, learning_rate):
         index, dtype = index_of(self, variable), variable.dtype
@@ -102,25 +100,12 @@ class Adam(ByVariable, keras.optimizers.Optimizer):
         # In float16 an epsilon of 1e-8 would be zero.
         epsilon = max(self.epsilon, smallest(dtype))
         gradient = ops.cast(gradient, dtype)
-        if keras.backend.backend() == "torch":
-            tensors = [
-                variable.value.data,
-                gradient,
-                momentum.value.data,
-                velocity.value.data,
-            ]
-            if _can_fuse(tensors):
-                self._fused_step(
-                    tensors, learning_rate, self.decay_rate(variable), epsilon
-                )
-                return
         self.decay_variable(variable, learning_rate)
         mean = ops.cast(momentum, dtype)
         mean = mean + (gradient - mean) * (1.0 - self.beta_1)
         self.assign(momentum, ops.cast(mean, momentum.dtype))
-        self.assign_add(
-            velocity, (ops.square(gradient) - velocity) * (1.0 - self.beta_2)
-        )
+        change = (ops.square(gradient) - velocity) * (1.0 - self.beta_2)
+        self.assign_add(velocity, change)
         # In float32 whatever the variables are: bfloat16 rounds 0.999 to 1.
         steps = ops.cast(self.iterations, "float32") + 1.0
         rate = learning_rate / weight_of_all(steps, self.beta_1)
@@ -128,36 +113,42 @@ class Adam(ByVariable, keras.optimizers.Optimizer):
         step = ops.cast(rate, dtype) * mean / (root + epsilon)
         self.assign_sub(variable, step)
 
-    def _fused_step(self, tensors, learning_rate, decay, epsilon):
-        """Update PyTorch tensors in place, in one pass.
+    def update_together(self, gradients, variables, learning_rate):
+        """Update PyTorch tensors in place, in one pass; return pairs that are left.
 
         Operation by operation, PyTorch writes half a dozen arrays of the size of the
         experts' kernels into new memory. The compilers of the other backends do not.
         """
         from torch.optim.adamw import adamw
 
-        adamw(
-            *([x] for x in tensors),
-            max_exp_avg_sqs=[],
-            state_steps=[ops.cast(self.iterations, "float32")],
-            fused=True,
-            amsgrad=False,
-            beta1=self.beta_1,
-            beta2=self.beta_2,
-            lr=ops.convert_to_tensor(learning_rate),
-            weight_decay=decay,
-            eps=epsilon,
-            maximize=False,
-        )
-
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "beta_1": self.beta_1,
-            "beta_2": self.beta_2,
-            "epsilon": self.epsilon,
-            "momentum_dtype": self.momentum_dtype,
-        }
+        # Rate of decay -> rows of variable, gradient, momentum and velocity
+        together, left = {}, []
+        for gradient, variable in zip(gradients, variables, strict=True):
+            index = index_of(self, variable)
+            moments = self.momentums[index], self.velocities[index]
+            value, *moments = (v.value.data for v in (variable, *moments))
+            row = value, gradient, *moments
+            if _can_fuse(row):
+                together.setdefault(self.decay_rate(variable), []).append(row)
+            else:
+                left.append((gradient, variable))
+        for decay, rows in together.items():
+            # On a GPU both are read in float32; each tensor's steps are counted up.
+            steps = ops.cast(self.iterations, "float32").repeat(len(rows))
+            adamw(
+                *map(list, zip(*rows, strict=True)),
+                max_exp_avg_sqs=[],
+                state_steps=list(steps.unbind()),
+                fused=True,
+                amsgrad=False,
+                beta1=self.beta_1,
+                beta2=self.beta_2,
+                lr=ops.cast(learning_rate, "float32"),
+                weight_decay=decay,
+                eps=self.epsilon,
+                maximize=False,
+            )
+        return left
 
 
 def _can_fuse(tensors):
@@ -181,9 +172,8 @@ class SGD(ByVariable, keras.optimizers.SGD):
     """SGD with momentum and weight decay by variable.
 
     In contrast to `keras.optimizers.SGD`, the learning rate scales the step and not the
-    gradient that enters the momentum: `m = momentum * m + gradient; variable -=
-    learning_rate * m`, so that a new rate holds at once. And the average of
-    `use_ema=True` is not biased to the first step.
+    gradient that enters the momentum (`m = momentum * m + gradient; variable -=
+    learning_rate * m`), and the average of `use_ema=True` has no bias.
 
     Args:
         learning_rate: float or schedule.
@@ -191,9 +181,6 @@ class SGD(ByVariable, keras.optimizers.SGD):
         nesterov: bool, whether to apply Nesterov momentum.
         weight_decay_rules, gradient_scale_rules: see `Adam`.
         **kwargs: see `Adam`.
-
-    Raises:
-        ValueError: as for `Adam`.
 
     Source: V-MoE, section 3.5 and appendix B.4, which follow the Vision Transformer's
     fine-tuning; order of operations from its released code.
@@ -238,10 +225,8 @@ class Adafactor(ByVariable, keras.optimizers.Optimizer):
 
     A gradient is divided by the root of an average of its squares, and a step is an
     average of such quotients. A matrix keeps only the means of the squares in its rows
-    and columns, so the state needs about 2 bytes per weight; Adam's needs 8. Unlike
-    `keras.optimizers.Adafactor` (Shazeer and Stern 2018) it has a momentum, scales a
-    step by the learning rate alone, and factors the two largest axes of a variable. It
-    is computed in float32.
+    and columns. Unlike `keras.optimizers.Adafactor` it has a momentum, scales a step by
+    the learning rate alone, and factors the two largest axes. It computes in float32.
 
     Args:
         learning_rate: float or schedule.
@@ -255,9 +240,6 @@ class Adafactor(ByVariable, keras.optimizers.Optimizer):
         weight_decay_rules, gradient_scale_rules: see `Adam`.
         **kwargs: see `Adam`.
 
-    Raises:
-        ValueError: if a number is out of range, or as for `Adam`.
-
     Source: LIMoE, appendix A; V-MoE, table 6 and appendix B.3. Both follow Zhai et al.
     2022 (Scaling Vision Transformers), section 3.4. Numbers from the released code.
 
@@ -267,6 +249,15 @@ class Adafactor(ByVariable, keras.optimizers.Optimizer):
         ... )
         >>> classifier.compile(optimizer)
     """
+
+    settings = (
+        "beta_1",
+        "beta_2_decay",
+        "max_beta_2",
+        "epsilon",
+        "min_dim_size_to_factor",
+        "momentum_dtype",
+    )
 
     def __init__(
         self,
@@ -347,19 +338,57 @@ class Adafactor(ByVariable, keras.optimizers.Optimizer):
         mean_of_all = ops.mean(mean, axis=axes[0], keepdims=True)
         return roots[0] * roots[1] * ops.sqrt(mean_of_all)
 
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "beta_1": self.beta_1,
-            "beta_2_decay": self.beta_2_decay,
-            "max_beta_2": self.max_beta_2,
-            "epsilon": self.epsilon,
-            "min_dim_size_to_factor": self.min_dim_size_to_factor,
-            "momentum_dtype": self.momentum_dtype,
-        }
-
 
 def _axes_to_factor(shape, min_size):
     """Return the two largest axes, of equal ones the last, or `()` if too short."""
     axes = sorted(range(len(shape)), key=lambda axis: shape[axis])[-2:]
     return tuple(axes) if len(axes) == 2 and shape[axes[0]] >= min_size else ()
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class Muon(MuonByShape, keras.optimizers.Muon):
+    """`keras.optimizers.Muon` that orthogonalizes the update of each expert.
+
+    The class of Keras uses AdamW for all that is no matrix, also for the experts'
+    kernels `(E, D, H)`. Here each expert is updated as a matrix `(D, H)`. Biases of
+    experts are left to AdamW, like other biases.
+
+    Args:
+        learning_rate: float or schedule.
+        expert_layers: str, regular expression for the paths of variables with a first
+            axis of experts.
+        **kwargs: as in `keras.optimizers.Muon`. Name the layers to be left to AdamW,
+            such as the last one: `exclude_layers=["predictions"]`.
+
+    Source: Liu et al. 2025 (Muon is Scalable), section 2, for one matrix.
+
+    Examples:
+        >>> optimizer = ksm.training.Muon(1e-3, exclude_layers=["predictions"])
+        >>> classifier.compile(optimizer)
+    """
+
+    def __init__(
+        self,
+        learning_rate: Any = 0.001,
+        expert_layers: str = r"(^|/)experts(_\d+)?/",
+        **kwargs,
+    ):
+        super().__init__(learning_rate, **kwargs)
+        self.expert_layers = expert_layers
+
+    def shape_of(self, variable: keras.Variable) -> tuple:
+        """Return the shape that decides whether a variable is a matrix."""
+        shape = tuple(variable.shape)
+        if not re.search(self.expert_layers, variable.path):
+            return shape
+        # A bank of biases is (E, 1, H), or (E, H) where a template is stacked.
+        return tuple(size for size in shape[1:] if size > 1)
+
+    def lr_adjust(self, x):
+        if self.rms_rate is None:
+            return x
+        # Of the last two axes; Keras uses the first two.
+        return x * max(x.shape[-2:]) ** 0.5 * self.rms_rate
+
+    def get_config(self):
+        return {**super().get_config(), "expert_layers": self.expert_layers}

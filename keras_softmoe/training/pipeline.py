@@ -85,14 +85,9 @@ def training_batches(
 ):
     """Return shuffled, augmented batches without end, see `Recipe.training_data`.
 
-    Args:
-        rows: `tf.data.Dataset` of single pairs of an image and a label or caption.
-        target_of: function that is applied to the labels or captions.
-        image_size: int, side to which images are resized.
-        batch_size: int.
-        augmentation: `Augmentation`.
-        shuffle_buffer: int, rows among which the next one is drawn.
-        seed: int.
+    `rows` are single pairs of an image and a label or caption, `target_of` is applied
+    to the latter, and `shuffle_buffer` rows are those among which the next one is
+    drawn.
     """
     import tensorflow as tf
 
@@ -138,11 +133,7 @@ def training_batches(
 def evaluation_batches(
     rows, target_of, image_size, batch_size, central_crop, drop_remainder
 ):
-    """Return batches of all images in their order, see `Recipe.evaluation_data`.
-
-    With a `central_crop` below 1 the middle square is cut out whose side is this share
-    of the shorter side of the image. At 1 the whole image is squeezed into a square.
-    """
+    """Return batches of all images in their order, see `Recipe.evaluation_data`."""
     import tensorflow as tf
 
     def convert(image, target):
@@ -169,8 +160,7 @@ def _resize(image, size):
 def _rand_augment(augmentation):
     """Return a function of image and seed, RandAugment with Keras' operations.
 
-    `keras.layers.RandAugment` computes all operations to keep one (72 ms for an image
-    of 224 pixels). Here only the one chosen for an image is computed (3 ms).
+    `keras.layers.RandAugment` computes all operations to keep one, 24 times as slow.
     """
     if not augmentation.num_operations:
         return lambda image, seed: image
@@ -197,8 +187,7 @@ def _rand_augment(augmentation):
 class _Equalization(keras.layers.Equalization):
     """Keras' layer with TensorFlow's histogram.
 
-    With the JAX backend Keras counts each of 256 values of brightness in a loop of its
-    own, also inside `tf.data`: 95 ms for an image.
+    With the JAX backend Keras counts each of 256 values in a loop, also in `tf.data`.
     """
 
     def _custom_histogram_fixed_width(self, values, value_range, nbins):
@@ -210,16 +199,8 @@ class _Equalization(keras.layers.Equalization):
         return tf.math.bincount(bins, minlength=nbins, maxlength=nbins)
 
 
-# === Data ===
-
-
 def labelled_rows(data, num_classes):
-    """Return a data set of images and labels, and a function that makes labels dense.
-
-    Args:
-        data: see `Recipe.training_data`.
-        num_classes: int.
-    """
+    """Return a data set, and a function that makes its labels dense."""
     import tensorflow as tf
 
     check_whole_numbers(1, num_classes=num_classes)

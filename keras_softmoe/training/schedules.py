@@ -41,16 +41,14 @@ class WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
         float32 tensor of the shape of `step`.
 
     Raises:
-        ValueError: if a number is out of range, warmup and cooldown overlap, or an
-            argument belongs to another decay.
+        ValueError: if a number is out of range, or of another decay.
 
     Source: V-MoE, table 6 and appendix B.3; Soft MoE, sections 3.3 and 3.4, appendix E;
     LIMoE, appendix A. Formulas from their released code.
 
     Examples:
-        >>> schedule = ksm.training.WarmupSchedule(
-        ...     1e-3, 300_000, 10_000, decay="rsqrt", cooldown_steps=50_000
-        ... )
+        >>> cooled = {"decay": "rsqrt", "cooldown_steps": 50_000}
+        >>> schedule = ksm.training.WarmupSchedule(1e-3, 300_000, 10_000, **cooled)
         >>> [round(float(schedule(step)), 6) for step in (10_000, 20_000, 300_000)]
         [0.001, 0.000707, 0.0]
     """

@@ -44,12 +44,8 @@ def greedy_soup(
             held out. It is called up to `len(checkpoints) * max_size` times.
         max_size: int, parts of the soup at most. LIMoE-H/14's has eight.
 
-    Returns:
-        `Soup`.
-
     Raises:
-        ValueError: if there are no checkpoints, one is not a file or does not fit the
-            model, a score is not a number, or the weights cannot be averaged.
+        ValueError: if a checkpoint does not fit the model, or a score is no number.
 
     Source: LIMoE, appendix A.3 ("Checkpoint souping"), after Wortsman et al. 2022
     (model soups), section 2.

@@ -78,21 +78,21 @@ def test_usage_is_the_mean_of_the_last_measurements():
     model = tiny_limoe.task()
     model.compile(keras.optimizers.SGD(1.0))
     routed = images[:4], captions[:4]
-    monitor = analysis.RoutingMonitor(*routed, every=3, last=2)
+    monitor = analysis.RoutingMonitor(*routed, every=2, last=2)
     beside = Statistics(*routed)
-    # Three epochs of four steps, measured after steps 3, 6, 9 and 12; counted anew in
-    # the second training.
+    # Two epochs of four steps, measured after steps 2, 4, 6 and 8; counted anew in the
+    # second training.
     for _ in range(2):
         beside.found.clear()
         model.fit(
             *(images, captions),
             batch_size=2,
-            epochs=3,
+            epochs=2,
             verbose=0,
             callbacks=[monitor, beside],
         )
-    assert len(beside.found) == 12
-    measured = [beside.found[step - 1] for step in (9, 12)]
+    assert len(beside.found) == 8
+    measured = [beside.found[step - 1] for step in (6, 8)]
     for modality in ("image", "text"):
         usage = monitor.usage(modality)
         assert list(usage) == [0, 1]

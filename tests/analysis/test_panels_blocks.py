@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from keras_softmoe.analysis import BlockStatistics
-from keras_softmoe.datasets import sample
 from tests.support.made_up import plot
-from tests.support.reading import legend_names, png, tick_names
+from tests.support.reading import legend_names, tick_names
 
 
 def make_block(
@@ -81,40 +80,6 @@ def test_experts_by_class_in_the_order_of_the_numbers():
         np.testing.assert_allclose(even_line(image), weights.mean())
         assert tick_names(ax.xaxis) == ["0", "1", "2"]
         assert tick_names(ax.yaxis) == [*np.array(list("abcd"))[kept[layer]]]
-
-
-def test_experts_by_class_in_stairs():
-    weights = np.array(
-        [
-            [0.9, 0.1, 0.0],  # least of all expert 0's; for expert 1 it is the most
-            [1.0, 0.0, 0.3],  # expert 2's, weakly
-            [1.0, 0.0, 0.5],  # expert 2's
-            [1.1, 0.0, 0.0],  # expert 0's
-        ]
-    )
-    block = make_block()._replace(weight_by_class=weights)
-    ax = panels(plot("by_class", {1: block}))[1]
-    # Largest excess over the expert's mean: 0.1, 0.075, 0.3.
-    assert tick_names(ax.xaxis) == ["2", "0", "1"]
-    assert tick_names(ax.yaxis) == ["2", "1", "3", "0"]
-    expected = weights[[2, 1, 3, 0]][:, [2, 0, 1]]
-    np.testing.assert_array_equal(picture(ax).get_array(), expected)
-
-
-def test_names_that_fonts_lack_are_numbers(recwarn):
-    block = make_block()
-    # A letter of Georgian, which the font has, and of Linear B, which it has not.
-    names = ["ჯ", "\U00010000", "two words", "a \U00010000"]
-    figure = plot("by_class", {1: block}, class_names=names, sort=False)
-    assert tick_names(panels(figure)[1].yaxis) == ["ჯ", "1", "two words", "3"]
-    class_names = sample("glyphs").class_names
-    glyphs = make_block(num_classes=len(class_names))
-    shown = panels(plot("by_class", {1: glyphs}, class_names=class_names, sort=False))[
-        1
-    ]
-    assert tick_names(shown.yaxis) == list(class_names[::9])
-    assert png(figure) and png(shown.figure)
-    assert not [w for w in recwarn if "missing from" in str(w.message)]
 
 
 def test_names_that_are_missing():

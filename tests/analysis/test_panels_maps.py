@@ -1,6 +1,6 @@
 """Figures over the images show the numbers that they claim to show.
 
-They also test `analysis/panel_parts.py`, which draws the images below them.
+They also test the images of `drawing.py` below them.
 """
 
 import numpy as np
@@ -178,43 +178,6 @@ def discarded(classifier, images, priority):
     return np.array(found)
 
 
-@pytest.mark.parametrize("priority", ["position", "max"])
-def test_discarded_patches_are_covered(classifier, priority):
-    images = tiny.pixels(2)
-    expected = discarded(classifier, images, priority)
-    classifier.set_routing(priority=priority)
-    before = classifier.backbone.get_config()
-    routing = analyze(
-        classifier, images, num_pictures=2, capacity_factors=CAPACITIES, verbose=0
-    )
-    assert classifier.backbone.get_config() == before
-    figure = routing.plot("discarded", [1])
-    axes = np.reshape(figure.axes, (2, 3))
-    assert [ax.get_title() for ax in axes[0]] == ["image", "C = 1", "C = 0.25"]
-    assert 0 < expected[0].mean() < expected[1].mean()
-    for row in range(2):
-        (picture,) = axes[row, 0].get_images()
-        assert_near(picture.get_array(), images[row] / 255, atol=1e-6)
-        assert not axes[row, 0].collections
-        for ax, patches in zip(axes[row, 1:], expected[:, row], strict=True):
-            (cover,) = ax.collections
-            _, grey = ax.get_images()
-            for layer in (cover, grey):
-                shown = ~np.ma.getmaskarray(layer.get_array())
-                np.testing.assert_array_equal(shown, patches)
-            # The patches lie where they do in the picture, upside down for matplotlib.
-            assert cover.get_coordinates()[0, 0].tolist() == [0, 0]
-            assert cover.get_coordinates()[-1, -1].tolist() == [8, 8]
-            assert ax.get_ylim() == (8, 0)
-            assert ax.get_xlabel() == f"{patches.mean():.0%} discarded"
-    title = figure.get_suptitle()
-    assert "block 1" in title
-    assert (
-        "vanilla" in title if priority == "position" else "batch prioritized" in title
-    )
-    assert png(figure).startswith(b"\x89PNG")
-
-
 @pytest.mark.parametrize(
     "router, num_pictures, message",
     [
@@ -263,31 +226,6 @@ def words_of(ax):
     return [text.get_text() for text in ax.texts]
 
 
-def test_expert_examples():
-    maps = examples()
-    given, figure = maps.examples, maps.plot("examples")
-    axes = np.reshape(figure.axes, (3, 2))
-    assert [row[0].get_ylabel() for row in axes] == [
-        "expert 0\n25% of patches\n50% of text",
-        "expert 1\n75% of patches\n0% of text",
-        "expert 2\n0% of patches\n50% of text",
-    ]
-    for expert, (patches, _) in enumerate(axes):
-        shown = shown_patches(patches)
-        probabilities = given.patch_probabilities[expert]
-        assert [label for _, label in shown] == [
-            f"{100 * p:.0f}%" for p in probabilities
-        ]
-        for (picture, _), patch in zip(shown, given.patches[expert], strict=True):
-            np.testing.assert_allclose(picture, (patch + 1) / 2)
-    assert words_of(axes[0, 1]) == ["red 90%", "-s 80%", "▁ 70%", "<pad> 60%", ", 50%"]
-    assert words_of(axes[1, 1]) == []
-    # Dollar signs are no formula.
-    assert words_of(axes[2, 1]) == ["a$b$ 40%"]
-    assert "block 3" in figure.get_suptitle()
-    assert png(figure).startswith(b"\x89PNG")
-
-
 def test_examples_of_some_experts():
     figure = examples().plot("examples", experts=(2, 0))
     labels = [ax.get_ylabel().splitlines()[0] for ax in figure.axes[::2]]
@@ -295,22 +233,6 @@ def test_examples_of_some_experts():
     for experts in ((), (3,)):
         with pytest.raises(ValueError, match="from 0 to 2.*Received: experts="):
             examples().plot("examples", experts=experts)
-
-
-def test_examples_of_one_modality():
-    share = examples().examples.share
-    given = examples(
-        share={"text": share["text"]}, patches=None, patch_probabilities=None
-    )
-    figure = given.plot("examples")
-    assert len(figure.axes) == 3
-    assert figure.axes[0].get_ylabel() == "expert 0\n50% of text"
-    assert words_of(figure.axes[0])[0] == "red 90%"
-    given = examples(
-        share={"image": share["image"]}, words=None, word_probabilities=None
-    )
-    figure = given.plot("examples")
-    assert [len(shown_patches(ax)) for ax in figure.axes] == [2, 4, 0]
 
 
 def maps_of_pair(
@@ -373,29 +295,6 @@ def patches():
     weights = [-np.sort(-rng.uniform(size=len(found))) for found in pictures]
     found = ExpertPatches(np.array([0.25, 0.75, 0.0]), pictures, weights)
     return RoutingMaps(0, 8, 3, False, patches=found)
-
-
-def test_patches_of_some_experts():
-    maps = patches()
-    found = maps.patches
-    figure = maps.plot("patches", experts=[1, 0])
-    axes = np.reshape(figure.axes, (2, 10))
-    for row, expert in zip(axes, (1, 0), strict=True):
-        share = f"{100 * found.share[expert]:.1f}%"
-        assert row[0].get_ylabel() == f"expert {expert}\n{share}"
-        weights = found.weights[expert]
-        names = [f"{weight:.2f}" for weight in weights]
-        assert [ax.get_xlabel() for ax in row] == names + [""] * (10 - len(names))
-        for ax, picture in zip(row, found.images[expert], strict=False):
-            drawn, cover = (image.get_array() for image in ax.get_images())
-            outside = np.isnan(picture).any(-1)
-            np.testing.assert_array_equal(~np.ma.getmaskarray(cover), outside)
-            expected = picture[~outside] / 2 + 0.5
-            assert_near(drawn[~outside], expected, atol=1e-6)
-            (frame,) = ax.patches
-            assert frame.get_bbox().bounds == (4, 4, 4, 4)
-    assert "block 0" in figure.get_suptitle() and "33.3%" in figure.get_suptitle()
-    assert png(figure).startswith(b"\x89PNG")
 
 
 def test_patches_of_the_busiest_experts():

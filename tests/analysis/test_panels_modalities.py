@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from keras_softmoe.analysis.modalities import WordStatistics
 from tests.support.made_up import plot
 from tests.support.modality_blocks import statistics
 from tests.support.reading import legend_names, lines, png, tick_names
@@ -121,30 +120,6 @@ def test_coverage():
         ]
     with pytest.raises(ValueError, match="Received: share=2"):
         plot("coverage", given, share=2)
-
-
-def test_bars_are_shares():
-    assigned = np.array([[6, 0, 1], [2, 0, 1], [0, 0, 2]])
-    num_tokens = np.array([10, 4, 6])
-    words = WordStatistics(("noun", "verb", "padding"), num_tokens, assigned)
-    given = statistics()
-    given[1] = given[1]._replace(words=words)
-    given[3] = given[3]._replace(words=words._replace(assigned=assigned[:, ::-1]))
-    figure = plot("words", given)
-    assert [ax.get_title() for ax in figure.axes] == ["block 1", "block 3"]
-    ax = figure.axes[0]
-    # The second expert has no text.
-    assert tick_names(ax.xaxis) == ["0", "2", "all"]
-    expected = np.array([[0.75, 0.25, 0.5], [0.25, 0.25, 0.2], [0.0, 0.5, 0.3]])
-    bottom = np.zeros(3)
-    for bars, heights in zip(ax.containers, expected, strict=True):
-        np.testing.assert_allclose([bar.get_height() for bar in bars], heights)
-        np.testing.assert_allclose([bar.get_y() for bar in bars], bottom)
-        bottom += heights
-    assert [text.get_text() for text in ax.texts] == ["40%", "20%"]
-    assert tick_names(figure.axes[1].xaxis) == ["0", "2", "all"]
-    assert legend_names(figure.legends[0]) == ["padding", "verb", "noun"]
-    assert png(figure).startswith(b"\x89PNG")
 
 
 def test_priorities():

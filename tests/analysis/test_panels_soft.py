@@ -44,34 +44,6 @@ def test_expert_contributions():
     np.testing.assert_allclose(ax.lines[1].get_ydata(), [0, 1, 99])
 
 
-def test_tokens_per_slot():
-    given = statistics()
-    figure = plot("tokens_per_slot", given, share=0.8)
-    for ax, block in zip(figure.axes, given.values(), strict=True):
-        curves = block.slot_curves.reshape(-1, NUM_TOKENS)
-        *slots, fewest, most, uniform = ax.lines
-        for line, curve in zip(slots, curves, strict=True):
-            np.testing.assert_array_equal(line.get_xdata(), np.arange(NUM_TOKENS + 1))
-            np.testing.assert_array_equal(line.get_ydata(), [0, *curve])
-        needed = block.tokens_needed(0.8)
-        found = legend_names(ax.get_legend())
-        for line, name, extreme in (
-            (fewest, found[0], needed.min()),
-            (most, found[1], needed.max()),
-        ):
-            expert, slot, count = (
-                int(word.strip(",:")) for word in name.split() if word[0].isdigit()
-            )
-            assert needed[expert, slot] == count == extreme
-            np.testing.assert_array_equal(
-                line.get_ydata()[1:], block.slot_curves[expert, slot]
-            )
-        assert ax.get_legend().get_title().get_text() == "tokens for 80%"
-        np.testing.assert_array_equal(uniform.get_xydata(), [[0, 0], [NUM_TOKENS, 1]])
-    with pytest.raises(ValueError, match="Received: share=1.5"):
-        plot("tokens_per_slot", given, share=1.5)
-
-
 @pytest.mark.parametrize("weights", ["dispatch", "combine"])
 def test_concentration(weights):
     given = statistics()

@@ -12,7 +12,6 @@ from keras_softmoe import catalogue, models
 from keras_softmoe.evaluation import cost
 
 
-# Counting the operations of all takes seconds, which collecting tests shall not.
 @functools.cache
 def all_metadata():
     names = catalogue.names_of_kind("architecture")

@@ -112,10 +112,11 @@ def test_accuracy(catalogue):
 
 
 def test_real_catalogue():
-    kinds = []
+    kinds = ("trained", "convertible", "architecture")
+    names = [lookup.names_of_kind(kind) for kind in kinds]
+    assert [len(of_kind) for of_kind in names] == [11, 11, 124]
     for name in presets.names():
         preset = presets.describe(name)
-        kinds.append(preset.kind)
         assert all(0 < accuracy <= 1 for accuracy in preset.accuracy.values())
         assert preset.accuracy or preset.kind != "trained"
         assert preset.parameters > 0
@@ -123,9 +124,6 @@ def test_real_catalogue():
         assert (preset.path is None) == (preset.kind != "trained")
         if preset.path:
             assert any((preset.path / file).is_file() for file in WEIGHTS_FILES)
-    assert [kinds.count(k) for k in ("trained", "convertible", "architecture")] == [
-        *(11, 11, 124)
-    ]
 
 
 def opened(preset, load_weights=True):

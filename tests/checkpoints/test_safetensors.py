@@ -256,7 +256,7 @@ def test_fuzz(tmp_path, arrays):
 
 def safetensors_names(checkpoint, path):
     from keras_softmoe.checkpoints import read_vit_settings
-    from keras_softmoe.checkpoints.torch_names import read_torch_names
+    from keras_softmoe.checkpoints.safetensors import read_torch_names
 
     found = read_torch_names(checkpoint, str(path), num_heads=torch_twin.HEADS)
     read_vit_settings(found.shapes)

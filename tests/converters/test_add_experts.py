@@ -2,7 +2,7 @@
 
 Covers `models/with_experts/copies.py`, `models/with_experts/token_shapes.py`,
 `models/with_experts/mlp_sites.py`, `models/with_experts/experts_from_mlps.py`,
-`architecture/counting.py`, `keras_adapter/surgery.py`, `keras_adapter/products.py`.
+`architecture/counting.py`, `keras_adapter/surgery.py`, `keras_adapter/surgery.py`.
 
 All families, and the table of them, run with `--all-families`.
 """

@@ -1,6 +1,6 @@
 """Graphs over models with experts, and what such models keep of their dense classes.
 
-Covers `models/with_experts/model.py`, `models/with_experts/replacement.py`.
+Covers `models/with_experts/model.py`.
 """
 
 import subprocess
@@ -13,7 +13,7 @@ import pytest
 from keras import ops
 
 from keras_softmoe import converters, layers, models, routers
-from tests.support import families, tiny
+from tests.support import close, families, tiny
 from tests.support.close import assert_near
 from tests.support.families import FAMILIES, inputs_of
 from tests.support.references import to_numpy
@@ -30,7 +30,7 @@ def outputs(model, x):
 
 def differences(model, other, x):
     pairs = zip(outputs(model, x), outputs(other, x), strict=True)
-    return max(float(np.abs(a - b).max()) for a, b in pairs)
+    return max(close.difference(b, a) for a, b in pairs)
 
 
 def scrambled(model):
@@ -95,10 +95,12 @@ def reload(model, folder):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_graph_is_loaded_equal(family, tmp_path):
+def test_graph_is_loaded_equal(family, tmp_path, pytestconfig):
+    """In every way for one family; a file differs by the layers that it is of."""
+    is_whole = family == "ViT" or pytestconfig.getoption("--all-cases")
     model = sparse(family)
     x = inputs_of(model)
-    for way in WAYS:
+    for way in WAYS if is_whole else (with_head,):
         graph = way(model)
         assert differences(graph, reload(graph, tmp_path), x) == 0, way.__name__
 
@@ -155,7 +157,7 @@ def test_graphs_over_our_own_models(tmp_path):
         converters.to_dense_model(tiny.backbone(), verbose=0),
     ):
         x = inputs_of(model)
-        for way in (nested, with_head, of_layer, twice):
+        for way in (with_head, of_layer):
             graph = way(model)
             assert differences(graph, reload(graph, tmp_path), x) == 0, way.__name__
 
@@ -450,9 +452,8 @@ def test_configuration_is_a_copy(name, tmp_path):
     if isinstance(model, keras.Model):
         keras.models.clone_model(model)
         assert plain(model.get_config()) == before
-        x = inputs_of(model)
-        for _ in range(2):
-            assert differences(model, reload(model, tmp_path), x) == 0
+        assert differences(model, reload(model, tmp_path), inputs_of(model)) == 0
+        assert plain(model.get_config()) == before
 
 
 @pytest.mark.parametrize("capacity_factor", [None, 1.0])

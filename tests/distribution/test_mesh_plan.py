@@ -13,7 +13,7 @@ import pytest
 from keras_softmoe import models, presets, routers, training
 from keras_softmoe.distribution import layout_map, plan
 from keras_softmoe.evaluation import cost
-from tests.support import tiny
+from tests.support import tiny, tiny_limoe
 
 DEVICES = 8
 SOFT = {"router": routers.SoftRouter(8, slots_per_expert=2)}
@@ -24,15 +24,7 @@ TOKEN_CHOICE = {
     "group_images": 2,
 }
 LIMOE = {
-    "image_shape": (8, 8, 3),
-    "patch_size": 4,
-    "vocabulary_size": 11,
-    "sequence_length": 3,
-    "num_layers": 2,
-    "num_heads": 2,
-    "hidden_dim": 8,
-    "mlp_dim": 12,
-    "embedding_dim": 5,
+    **tiny_limoe.DISTINCT,
     "moe_layers": (1,),
     "router": routers.LIMoERouter(8, capacity_factor=2.0),
     "group_images": 2,

@@ -7,7 +7,7 @@ import pytest
 
 from keras_softmoe import distribution, models, routers
 from keras_softmoe.evaluation import cost
-from keras_softmoe.evaluation.architectures import described
+from keras_softmoe.evaluation.model_cost import described
 from tests.models.test_two_towers import image_tower, text_tower
 from tests.support import tiny, tiny_limoe
 from tests.support.products import count, multiply_adds

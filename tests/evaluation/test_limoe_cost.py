@@ -8,19 +8,8 @@ import pytest
 from keras_softmoe import models, routers
 from keras_softmoe.evaluation import cost
 from tests.support.products import count, multiply_adds
+from tests.support.tiny_limoe import DISTINCT
 
-# 4 patches and 3 text tokens, so that nothing is confused
-ARGUMENTS = {
-    "image_shape": (8, 8, 3),
-    "patch_size": 4,
-    "vocabulary_size": 11,
-    "sequence_length": 3,
-    "num_layers": 2,
-    "num_heads": 2,
-    "hidden_dim": 8,
-    "mlp_dim": 12,
-    "embedding_dim": 5,
-}
 ROUTER = routers.LIMoERouter(4, capacity_factor=2.0)
 SPARSE = {"moe_layers": (1,), "router": ROUTER}
 MODELS = {
@@ -70,7 +59,7 @@ MODELS = {
 
 
 def backbone(**changes):
-    return models.LIMoEBackbone(**{**ARGUMENTS, **changes})
+    return models.LIMoEBackbone(**{**DISTINCT, **changes})
 
 
 def pairs(model):
@@ -121,7 +110,7 @@ def test_settings_of_routers():
     assert twice - before.gflop_per_image == pytest.approx(2 * saved)
     # The whole batch: counted as one pair
     assert cost(model, group_images=None) == cost(model, group_images=1)
-    assert cost({**ARGUMENTS, **SPARSE}) == cost(model, group_images=32)
+    assert cost({**DISTINCT, **SPARSE}) == cost(model, group_images=32)
 
 
 class Finder(models.LIMoEContrastive):
@@ -148,12 +137,12 @@ def test_not_a_model():
     ],
 )
 def test_configurations_that_cannot_be_counted(changes, message):
-    assert cost(ARGUMENTS).parameters > 0
+    assert cost(DISTINCT).parameters > 0
     with pytest.raises(ValueError, match=message):
-        cost(ARGUMENTS, **changes)
+        cost(DISTINCT, **changes)
 
 
 def test_a_dict_without_an_image():
-    arguments = {name: ARGUMENTS[name] for name in ("vocabulary_size", "patch_size")}
+    arguments = {name: DISTINCT[name] for name in ("vocabulary_size", "patch_size")}
     with pytest.raises(ValueError, match="no image_shape, sequence_length, num_layers"):
         cost(arguments)

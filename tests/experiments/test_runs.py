@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 
-from experiments import glyph_presets, limoe_presets, upload_presets, versions
+from experiments import glyph_presets, limoe_presets, upload_presets
 from experiments.letters import __main__ as letters, answers, presets, upcycling
 from experiments.lib import runs
 from experiments.pages import __main__ as pages
@@ -134,30 +134,3 @@ def test_help(command, monkeypatch, capsys):
         command.main()
     assert end.value.code == 0
     assert re.search(r"usage: .*options:", capsys.readouterr().out, flags=re.DOTALL)
-
-
-LOG = """\
-============ test session starts ============
-releases: backend {backend}, python {python}, keras 3.15.1, numpy 2.5.5, {backend} 1.2
-testpaths: tests
-tests/a.py 4 passed.
-
-{end}
-"""
-CLOSING = "=== 1 failed, 440 passed, 9 deselected, 2 errors in 12.30s (0:00:12) ==="
-
-
-def log(backend="jax", python="3.13.0", end=CLOSING):
-    return LOG.format(backend=backend, python=python, end=end)
-
-
-def test_a_log():
-    row = versions.read(log())
-    assert row["passed"] == 440 and row["failed"] == 3
-    assert row["python"] == "3.13.0" and row["backend"] == "jax" and row["jax"] == "1.2"
-
-
-@pytest.mark.parametrize("text", ["", log(end=""), log().replace("releases", "r")])
-def test_a_run_that_did_not_end(text):
-    with pytest.raises(ValueError, match="a closing line. Received: text="):
-        versions.read(text)

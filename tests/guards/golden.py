@@ -166,9 +166,9 @@ def predictions():
     return {name: outputs(name) for name in TRAINED}
 
 
-def costs():
-    """Dict from all names of presets to parameters and GFLOP."""
-    found = {name: ksm.evaluation.cost(name) for name in ksm.presets.names()}
+def costs(names):
+    """Dict from names of presets to parameters and GFLOP."""
+    found = {name: ksm.evaluation.cost(name) for name in names}
     return {
         name: [cost.parameters, cost.gflop_per_image] for name, cost in found.items()
     }
@@ -364,7 +364,7 @@ def record():
     np.savez_compressed(DIRECTORY / "predictions.npz", **predictions())
     np.savez_compressed(DIRECTORY / "decisions.npz", **decisions())
     for name, values in (
-        ("costs", costs()),
+        ("costs", costs(ksm.presets.names())),
         ("plans", plans()),
         ("saved_again", saved_again()),
         ("recipes", recipes()),

@@ -20,6 +20,12 @@ OTHER = "torch"
 RECORDED = ROOT / "tests" / "guards" / "golden" / "predictions.npz"
 TOLERANCE = 5e-5
 TRAINED = catalogue.names_of_kind("trained")
+ONE_OF_EACH = (
+    "expert_choice_micro_patch4_25e_20_letters",
+    "limoe_tiny_patch4_8e_32_shapes",
+    "soft_moe_micro_patch4_25e_20_letters",
+    "vmoe_micro_patch4_25e_20_letters",
+)
 # Names of the presets of classifiers that the test saves, and of contrastive models.
 SAVED = {
     "soft": {"pooling": "map", "use_qk_norm": True},
@@ -102,7 +108,8 @@ def test_same_outputs_when_loaded(expected):
 def test_trained_presets_have_the_recorded_outputs():
     with np.load(RECORDED) as recorded:
         assert set(recorded) == set(TRAINED)
-        assert_same_outputs({name: outputs(name) for name in TRAINED}, recorded)
+        expected = {name: recorded[name] for name in ONE_OF_EACH}
+    assert_same_outputs({name: outputs(name) for name in expected}, expected)
 
 
 @only_on("jax", because="one backend")

@@ -101,7 +101,7 @@ def test_one_graph(router):
 
     torch._dynamo.reset()
     layer = layers.MoE(router, mlp_dim=6, group_images=2)
-    x = torch.as_tensor(tiny.images(BATCH).reshape(BATCH, -1, 8))
+    x = keras.ops.convert_to_tensor(tiny.images(BATCH).reshape(BATCH, -1, 8))
     expected = to_numpy(layer(x))
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
     assert_near(to_numpy(compiled(x)), expected, rtol=1e-5, atol=1e-6)
@@ -125,7 +125,7 @@ def test_loop_of_torch(overrides):
         known = {id(parameter) for parameter in part.parameters()}
         assert known >= {id(weight.value) for weight in part.weights}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x, y = torch.as_tensor(tiny.images(BATCH)), torch.as_tensor(tiny.labels(BATCH))
+    x, y = map(keras.ops.convert_to_tensor, (tiny.images(BATCH), tiny.labels(BATCH)))
     before, losses = values(model), []
     for _ in range(5):
         optimizer.zero_grad()

@@ -1,7 +1,7 @@
 """Files of `timm` and `transformers`, as models of this library.
 
 The judge is a twin of them in NumPy. `test_torch_judges.py` compares with the libraries
-themselves, where they are installed. Covers `checkpoints/torch_names.py`.
+themselves, where they are installed. Covers `checkpoints/safetensors.py`.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Layers and models as PyTorch modules: parameters, `state_dict`, dtype, `train()`.
 
-Tests `keras_adapter/torch_modules.py` and `keras_adapter/names.py`.
+Tests `keras_adapter/torch_modules.py`.
 """
 
 import copy
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from keras_softmoe import converters, layers, models, routers
-from keras_softmoe.keras_adapter.names import named_weights
+from keras_softmoe.keras_adapter.surgery import named_weights
 from keras_softmoe.routers import router as router_file
 from tests.support import hub, tiny, tiny_limoe
 from tests.support.close import assert_near
@@ -21,6 +21,7 @@ from tests.support.references import to_numpy
 
 SPARSE = {"router": tiny.SPARSE}
 TOKENS = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(0))
+TOKENS = keras.ops.convert_to_tensor(TOKENS)
 
 
 class Block(torch.nn.Module):

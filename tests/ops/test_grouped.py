@@ -66,7 +66,7 @@ def test_one_graph():
     import torch
 
     torch._dynamo.reset()
-    count = torch.tensor([5, 0, 7], dtype=torch.int32)
+    count = ops.convert_to_tensor([5, 0, 7], "int32")
     rng = np.random.default_rng(0)
     shapes = (12, 8), (3, 8, 4), (3, 1, 4)
     arrays = [rng.standard_normal(shape).astype("float32") for shape in shapes]

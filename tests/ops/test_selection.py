@@ -139,7 +139,7 @@ def test_one_graph():
     import torch
 
     torch._dynamo.reset()
-    x, seed = torch.zeros((2, 3)), keras.random.SeedGenerator(3)
+    x, seed = keras.ops.zeros((2, 3)), keras.random.SeedGenerator(3)
     state = seed.state.value
 
     @torch.compile(fullgraph=True, backend="aot_eager")

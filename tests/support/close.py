@@ -17,6 +17,15 @@ def assert_near(actual, expected, rtol=1e-7, atol=0.0, err_msg=""):
     )
 
 
+def assert_sum_near(terms, expected, rtol=1e-7, atol=0.0):
+    """A sum is near a number, with `atol` in units of the sum of absolute terms.
+
+    A derivative along a direction is such a sum: its terms cancel, their errors do not.
+    """
+    unit = max(1.0, np.abs(np.asarray(terms, "float64")).sum())
+    np.testing.assert_allclose(np.sum(terms), expected, rtol=rtol, atol=atol * unit)
+
+
 def difference(actual, expected):
     """The largest difference, in units of the largest number expected."""
     return float(np.abs(np.asarray(actual) - expected).max() / magnitude(expected))

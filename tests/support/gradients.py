@@ -51,9 +51,7 @@ def value_and_gradients(fn, arrays, compiled=True):
             value, tensors, unconnected_gradients=tf.UnconnectedGradients.ZERO
         )
     else:
-        import torch
-
-        tensors = [torch.tensor(a, requires_grad=True) for a in arrays]
+        tensors = [_leaf(a) for a in arrays]
         value = fn(*tensors)
         gradients = _torch_gradients(value, tensors)
         value = value.detach()
@@ -106,12 +104,16 @@ def _eager_gradients(variables, inputs, loss):
             value, [x, *variables], unconnected_gradients=tf.UnconnectedGradients.ZERO
         )
         return float(value), [to_numpy(tf.convert_to_tensor(g)) for g in gradients]
-    import torch
 
-    x = torch.tensor(inputs, requires_grad=True)
+    x = _leaf(inputs)
     value = loss(x)
     gradients = _torch_gradients(value, [x, *variables])
     return float(value.detach()), [to_numpy(g) for g in gradients]
+
+
+def _leaf(array):
+    """A tensor where Keras has its own, in memory of its own."""
+    return keras.ops.convert_to_tensor(np.array(array)).requires_grad_()
 
 
 def _torch_gradients(value, sources):

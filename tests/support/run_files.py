@@ -38,7 +38,7 @@ def runner(format, file):
     import torch
 
     module = torch.export.load(file).module()
-    return lambda x: first(module(torch.from_numpy(x))).detach().numpy()
+    return lambda x: first(module(torch.from_numpy(x))).detach().cpu().numpy()
 
 
 def run_litert(interpreter, x):

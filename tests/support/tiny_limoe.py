@@ -50,6 +50,18 @@ AMPLE = routers.LIMoERouter(
     4, capacity_factor=4.0, losses=LOSSES, loss_weight=0.5, noise_std=0.0
 )
 DENSE = {"moe_layers": (), "router": None}
+# Of a model whose numbers of tokens, of widths and of words differ, for sums by hand.
+DISTINCT = {
+    "image_shape": tiny.IMAGE_SHAPE,
+    "patch_size": 4,
+    "vocabulary_size": 11,
+    "sequence_length": 3,
+    "num_layers": 2,
+    "num_heads": 2,
+    "hidden_dim": 8,
+    "mlp_dim": 12,
+    "embedding_dim": 5,
+}
 
 
 @functools.cache

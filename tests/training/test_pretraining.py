@@ -1,4 +1,4 @@
-"""The loss and the metric of images with several labels."""
+"""The loss and the metric of images with several labels (`training/objectives.py`)."""
 
 import keras
 import numpy as np

@@ -5,25 +5,15 @@ from types import SimpleNamespace
 
 import keras
 
+from keras_softmoe.keras_adapter import surgery
 from keras_softmoe.keras_adapter.layers import quick_garbage_collection
-from keras_softmoe.keras_adapter.surgery import (
-    forget_calls,
-    is_functional,
-    sublayers,
-)
 from keras_softmoe.layers import MoE
 from keras_softmoe.models.configuration import own_policy
 from keras_softmoe.models.with_experts.mlp_sites import is_of_keras_hub
 
-# === Models ===
-
 
 def copy_of(model):
-    """Return a new model with the configuration and the weights of a model.
-
-    Raises:
-        ValueError: if it cannot be made from its configuration.
-    """
+    """Return a new model with the configuration and the weights of a model."""
     try:
         config = configuration_of(model)
         # The user's own objects, not those of a file
@@ -33,14 +23,13 @@ def copy_of(model):
             raise ValueError("it has other weights")
     except (TypeError, ValueError, NotImplementedError, AttributeError) as error:
         raise ValueError(
-            "The model is copied from its configuration and its weights. Received: a "
-            f"`{type(model).__name__}` that cannot be copied: {error}. A class of your "
-            "own needs `get_config` and `keras.saving.register_keras_serializable`; "
-            "merge LoRA factors first, and add experts before `quantize`."
+            "The model is copied from its configuration (`get_config`, a registered "
+            "class) and its weights, without LoRA or quantization. Received: a "
+            f"`{type(model).__name__}` that cannot be copied: {error}."
         ) from error
     copy.set_weights(model.get_weights())
     # Not by their names, which KerasHub derives from that of the model
-    old, new = ([m, *(x for _, x, _ in sublayers(m))] for m in (model, copy))
+    old, new = ([m, *(x for _, x, _ in surgery.sublayers(m))] for m in (model, copy))
     for source, layer in zip(old, new, strict=True):
         if layer.trainable != source.trainable:
             layer.trainable = source.trainable
@@ -67,21 +56,17 @@ def task_with(task, backbone):
 
 
 def quantization_of(model):
-    """Return a list with the index among all layers and the policy of quantized ones.
-
-    A model may have several layers of one path, and layers whose names are new in each
-    copy.
-    """
+    """Return pairs of index among all layers and policy, of quantized ones."""
     return [
         [index, keras.dtype_policies.serialize(own_policy(layer))]
-        for index, (_, layer, _) in enumerate(sublayers(model))
+        for index, (_, layer, _) in enumerate(surgery.sublayers(model))
         if layer.quantization_mode
     ]
 
 
 def quantize_as(model, quantization):
     """Quantize the layers that `quantization_of` has named in an equal model."""
-    layers = [layer for _, layer, _ in sublayers(model)]
+    layers = [layer for _, layer, _ in surgery.sublayers(model)]
     with quick_garbage_collection():
         for index, policy in quantization:
             policy, config = keras.dtype_policies.get(policy), None
@@ -91,19 +76,13 @@ def quantize_as(model, quantization):
             layers[index].quantize(policy.quantization_mode, config=config)
 
 
-# === Layers ===
-
-
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class LayerOfModel:
     """Mixin of a layer whose configuration is that of its model, and its index there.
 
     A graph over a model contains its layers. The configuration of a layer of KerasHub
-    does not say that experts have replaced its MLP, and some families' layers cannot be
-    created from theirs at all: the graph could not be loaded.
-
-    Attributes:
-        described_by: namespace with `model` and `index`, which Keras does not track.
+    does not say that experts have replaced its MLP, so the graph could not be loaded.
+    `described_by` is a namespace with `model` and `index`, which Keras does not track.
     """
 
     def get_config(self):
@@ -118,22 +97,21 @@ class LayerOfModel:
     @classmethod
     def from_config(cls, config):
         model = keras.saving.deserialize_keras_object(config["model"])
-        layer = list(sublayers(model))[config["index"]][1]
+        layer = list(surgery.sublayers(model))[config["index"]][1]
         if not isinstance(layer, LayerOfModel):
             # The first one of a model of KerasHub; one with experts did it itself
             describe_layers(model)
-        forget_calls(layer)
+        surgery.forget_calls(layer)
         return layer
 
 
 def describe_layers(model):
     """Let the layers of a model be saved in graphs over it.
 
-    Args:
-        model: model with experts, or of KerasHub. The classes of layers of KerasHub in
-            its graph, and of all layers around experts, become subclasses.
+    The classes of layers of KerasHub in its graph, and of all layers around experts,
+    become subclasses.
     """
-    all_layers = list(sublayers(model))
+    all_layers = list(surgery.sublayers(model))
     parents = {id(layer): parent for _, layer, parent in all_layers}
     around = set()
     for _, layer, parent in all_layers:
@@ -141,8 +119,8 @@ def describe_layers(model):
             around.add(id(parent))
             parent = parents[id(parent)]
     for index, (_, layer, parent) in enumerate(all_layers):
-        is_in_graph = is_functional(parent) and is_of_keras_hub(layer)
-        if not is_functional(layer) and (is_in_graph or id(layer) in around):
+        is_in_graph = surgery.is_functional(parent) and is_of_keras_hub(layer)
+        if not surgery.is_functional(layer) and (is_in_graph or id(layer) in around):
             layer.described_by = SimpleNamespace(model=model, index=index)
             layer.__class__ = _described_by_model(type(layer))
 

@@ -20,12 +20,7 @@ _FULL_PRECISION = ("float32", "float64")
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class Chain(keras.layers.Layer):
-    """Layers applied one after the other: the MLP of another library's model.
-
-    Args:
-        parts: layers, built or not.
-        **kwargs: as in `keras.layers.Layer`.
-    """
+    """Layers applied one after the other: the MLP of another library's model."""
 
     def __init__(self, parts, **kwargs):
         kwargs.setdefault("dtype", parts[0].dtype_policy)
@@ -62,8 +57,7 @@ class Chain(keras.layers.Layer):
 class _InModel:
     """Mixin of mixtures of experts in a model with a fixed shape of tokens.
 
-    On TensorFlow, layers of other libraries may lose the number of tokens in a batch of
-    any size.
+    On TensorFlow, layers of other libraries may lose the number of tokens.
     """
 
     # Shape of the tokens without the batch; `None` if it varies
@@ -90,16 +84,9 @@ def make_moe(router, parts, shape, settings, start="copies"):
 
     An MLP that `plain_mlp` recognizes becomes a bank of experts, which is fast and
     supports LoRA and int8. Any other is the template of the experts, by image if it
-    computes a token from other tokens, too.
-
-    Args:
-        router: `Router`, a template.
-        parts: built layers, applied one after the other: the MLP, from tokens to tokens
-            of the same width.
-        shape: shape of the tokens, `(None, ..., D)`.
-        settings: dict of further arguments of `layers.MoE`; and `by_image`: bool or
-            `None`, whether whole images are routed (`layers.ImageMoE`).
-        start: as in `add_experts`.
+    computes a token from other tokens, too. `parts` are its layers, `shape` is that of
+    the tokens, `(None, ..., D)`, and `settings` are those of `layers.MoE`, and
+    `by_image`.
     """
     mlp = Chain(parts, name="mlp")
     settings = {"dtype": mlp.dtype_policy, **settings}
@@ -110,7 +97,7 @@ def make_moe(router, parts, shape, settings, start="copies"):
             raise ValueError(
                 "A shared expert is an MLP of dense layers with biases and an "
                 f'activation of Keras. Received: start="shared" for '
-                f'{parts[0].path!r}, another kind of layer. Pass `start="copies"`.'
+                f"{parts[0].path!r}, another kind of layer."
             )
         mixes = mixes_tokens(mlp, shape)
         if mixes and by_image is False:
@@ -120,17 +107,17 @@ def make_moe(router, parts, shape, settings, start="copies"):
                 f"{parts[0].path!r}."
             )
         by_image = mixes if by_image is None else by_image
-        cls = ImageMoEInModel if by_image else MoEInModel
-        moe = cls(router, expert=mlp, **settings)
-        moe.build(shape)
-        return moe
-    settings |= {"activation": plain.activation, "gated": "gate_dense" in plain.pieces}
-    mlp_dim = plain.layers[-1].kernel.shape[0]
-    if start == "shared":
-        settings["shared_mlp_dim"] = mlp_dim
-    cls = ImageMoEInModel if by_image else MoEInModel
-    moe = cls(router, mlp_dim, **settings)
+        settings["expert"] = mlp
+    else:
+        is_gated = "gate_dense" in plain.pieces
+        settings |= {"activation": plain.activation, "gated": is_gated}
+        settings["mlp_dim"] = mlp_dim = plain.layers[-1].kernel.shape[0]
+        if start == "shared":
+            settings["shared_mlp_dim"] = mlp_dim
+    moe = (ImageMoEInModel if by_image else MoEInModel)(router, **settings)
     moe.build(shape)
+    if plain is None:
+        return moe
     for name, (kernel, bias) in plain.read().items():
         bank = getattr(moe.experts, name)
         if start == "shared":
@@ -147,11 +134,8 @@ def make_moe(router, parts, shape, settings, start="copies"):
 class PlainMLP(NamedTuple):
     """Dense layers that make up a `layers.MLP`.
 
-    Attributes:
-        layers: list of `keras.layers.Dense`.
-        pieces: dict from the names of the dense layers of `layers.MLP` to `(i, half)`:
-            its kernel is that of `layers[i]`, or half 0 or 1 of it, `None` for all.
-        activation: str.
+    `pieces` is a dict from the names of the dense layers of `layers.MLP` to `(i,
+    half)`: its kernel is that of `layers[i]`, or half 0 or 1 of it, `None` for all.
     """
 
     layers: list
@@ -159,23 +143,17 @@ class PlainMLP(NamedTuple):
     activation: str
 
     def read(self, pairs=None):
-        """Return a dict from names to kernel and bias, arrays.
-
-        Args:
-            pairs: list with kernel and bias of each dense layer. By default those that
-                the layers have.
-        """
+        """Return a dict from names to kernel and bias, the layers' by default."""
         if pairs is None:
-            pairs = [
-                tuple(map(ops.convert_to_numpy, (layer.kernel, layer.bias)))
-                for layer in self.layers
-            ]
-        return {
-            name: pairs[index]
-            if half is None
-            else tuple(np.split(x, 2, axis=-1)[half] for x in pairs[index])
-            for name, (index, half) in self.pieces.items()
-        }
+            held = ((layer.kernel, layer.bias) for layer in self.layers)
+            pairs = [tuple(map(ops.convert_to_numpy, pair)) for pair in held]
+        found = {}
+        for name, (index, half) in self.pieces.items():
+            found[name] = pairs[index]
+            if half is not None:
+                halves = (np.split(x, 2, axis=-1) for x in pairs[index])
+                found[name] = tuple(x[half] for x in halves)
+        return found
 
     def write(self, values):
         """Give the dense layers the values that `read` returns."""
@@ -194,10 +172,6 @@ def plain_mlp(mlp, shape):
 
     The activation may be in the code of a layer. So the arrangement and the activation
     are those with which an MLP computes the same from random weights.
-
-    Args:
-        mlp: built layer.
-        shape: shape of its inputs, `(None, ..., D)`.
     """
     inside = [mlp, *(layer for _, layer, _ in sublayers(mlp))]
     dense = [x for x in inside if type(x) is keras.layers.Dense and x.use_bias]
@@ -222,22 +196,17 @@ def plain_mlp(mlp, shape):
     for pieces, activation in itertools.product(arrangements, activations):
         plain = PlainMLP(dense, pieces, activation)
         layers = plain.read(pairs)
-        firsts = {
-            name: x @ kernel + bias
-            for name, (kernel, bias) in layers.items()
-            if name != "output_dense"
-        }
+        kernel, bias = layers.pop("output_dense")
+        firsts = {name: x @ first[0] + first[1] for name, first in layers.items()}
         hidden = firsts["intermediate_dense"]
         gate = firsts.get("gate_dense", hidden)
         function = functools.partial(keras.activations.gelu, approximate=True)
         if activation != "gelu_tanh":
             function = keras.activations.get(activation)
-        activated = ops.convert_to_numpy(
-            function(ops.convert_to_tensor(gate, "float32"))
-        )
+        activated = function(ops.convert_to_tensor(gate, "float32"))
+        activated = ops.convert_to_numpy(activated)
         if gate is not hidden:
             activated = activated * hidden
-        kernel, bias = layers["output_dense"]
         difference = np.abs(activated @ kernel + bias - expected)
         if difference.max() < (1e-5 if is_exact else 5e-2) * np.abs(expected).max():
             return plain
@@ -247,22 +216,18 @@ def plain_mlp(mlp, shape):
 def _arrangements(dense, width):
     """Return a list of the `pieces` that dense layers may be by their shapes."""
     *first, last = (tuple(layer.kernel.shape) for layer in dense)
-    units = last[0]
+    units, output = last[0], (len(dense) - 1, None)
+    halves = []
     if last[1] != width or units == 0:
         return []
     if first == [(width, units)]:
-        return [{"intermediate_dense": (0, None), "output_dense": (1, None)}]
+        return [{"intermediate_dense": (0, None), "output_dense": output}]
     if first == [(width, 2 * units)]:
         halves = [((0, 0), (0, 1)), ((0, 1), (0, 0))]
     elif first == [(width, units)] * 2:
         halves = [((0, None), (1, None)), ((1, None), (0, None))]
-    else:
-        return []
-    output = (len(dense) - 1, None)
-    return [
-        {"gate_dense": gate, "intermediate_dense": units, "output_dense": output}
-        for gate, units in halves
-    ]
+    names = ("gate_dense", "intermediate_dense", "output_dense")
+    return [dict(zip(names, (*pair, output), strict=True)) for pair in halves]
 
 
 def mixes_tokens(mlp, shape):
@@ -270,10 +235,6 @@ def mixes_tokens(mlp, shape):
 
     With random weights, half of the tokens of an image are changed, and all are moved:
     the other outputs must not change, and outputs must move with the tokens.
-
-    Args:
-        mlp: built layer.
-        shape: shape of its inputs, `(None, ..., D)`.
     """
     rng = np.random.default_rng(0)
     # (3, S, D)
@@ -291,10 +252,10 @@ def mixes_tokens(mlp, shape):
 
 def _outputs(mlp, variables, inputs, rng):
     """Return the outputs with random values of some variables, and these values."""
-    values = [
-        rng.normal(scale=1 / np.sqrt(max((*v.shape, 1)[0], 1)), size=v.shape)
-        for v in variables
-    ]
+    values = []
+    for v in variables:
+        scale = 1 / np.sqrt(max((*v.shape, 1)[0], 1))
+        values.append(rng.normal(scale=scale, size=v.shape))
     given = {id(v): value for v, value in zip(variables, values, strict=True)}
     state = (
         [ops.convert_to_tensor(given.get(id(v), v), dtype=v.dtype) for v in part]

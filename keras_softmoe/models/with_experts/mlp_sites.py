@@ -5,14 +5,10 @@ from typing import NamedTuple
 
 import keras
 
+from keras_softmoe import routers as kinds
 from keras_softmoe.checks import quote
 from keras_softmoe.keras_adapter.surgery import sublayer, sublayers
 from keras_softmoe.layers import MoE, SoftMoE
-from keras_softmoe.routers import (
-    IdentityRouter,
-    Router,
-    SparseTransportExpertChoiceRouter,
-)
 from keras_softmoe.routers.assignment import ExpertChoice, TokenChoice
 
 _FEEDFORWARD = ("feedforward_intermediate_dense", "feedforward_output_dense")
@@ -45,19 +41,15 @@ _DENSE_LAYERS = keras.layers.Dense | keras.layers.EinsumDense
 
 GATED = (
     "Gated MLPs whose dense layers are parts of a block, as in the decoders of Llama "
-    "and Gemma, are not supported yet. Use a family that `add_experts` lists, or a "
-    "model whose gated MLPs are layers of their own."
+    "and Gemma, are not supported yet."
 )
 
 
 class Site(NamedTuple):
     """An MLP in a model.
 
-    Attributes:
-        paths: tuple of str, the names of its parts below the model.
-        parts: tuple of layers, applied one after the other.
-        parents: tuple of layers, each with the part of that index.
-        is_causal: bool, whether it is in a block whose tokens see no later ones.
+    `paths` are the names of its `parts`, applied one after the other, `parents` the
+    layers that have them. `is_causal`: it is in a block whose tokens see no later ones.
     """
 
     paths: tuple
@@ -67,15 +59,7 @@ class Site(NamedTuple):
 
 
 def find_sites(model, rule=None):
-    """Return the list of the sites of a model, in the order of its layers.
-
-    Args:
-        model: built `keras.Model`.
-        rule: as `sites` in `add_experts`.
-
-    Raises:
-        ValueError: if there are none, with the layers that might be meant.
-    """
+    """Return the list of the sites of a model, in the order of its layers."""
     if rule is not None:
         _check_rule(rule)
     layers = [("", model, None), *sublayers(model)]
@@ -180,8 +164,7 @@ def _check_rule(rule):
         if not is_chain or not all(isinstance(x, str) and x for x in chain):
             raise ValueError(
                 "`sites` is a predicate, or a list of names of layers, where several "
-                f"in a tuple are one MLP. Received: sites={quote(rule)}. Pass, for "
-                'example, `["mlp"]` or `[("dense_1", "dense_2")]`.'
+                f"in a tuple are one MLP. Received: sites={quote(rule)}."
             )
 
 
@@ -213,14 +196,10 @@ def _refuse_without_sites(model, rule, layers):
         note = " Its blocks are causal decoders: routers must not look at later tokens."
     asked = "" if rule is None else f" and sites={quote(rule)}"
     raise ValueError(
-        f"No MLP was found that experts could replace. Received: a "
-        f"`{type(model).__name__}`{asked}.{note} Name the layers to replace: `sites` "
-        "accepts names (several in a tuple, if a block spreads its MLP over them) or a "
-        f"predicate. Layers with dense layers: {names or 'none'}."
+        "No MLP was found that experts could replace; `sites` names the layers. "
+        f"Received: a `{type(model).__name__}`{asked}.{note} Layers with dense layers: "
+        f"{names or 'none'}."
     )
-
-
-# === Checks ===
 
 
 def check_routers(router, blocks):
@@ -228,7 +207,7 @@ def check_routers(router, blocks):
     is_list = isinstance(router, list | tuple)
     routers = list(router) if is_list else [router] * len(blocks)
     for one in routers:
-        if not isinstance(one, Router):
+        if not isinstance(one, kinds.Router):
             raise ValueError(
                 "`router` must be a router from `keras_softmoe.routers`, or a list of "
                 f"them. Received: router={quote(one)}."
@@ -236,7 +215,7 @@ def check_routers(router, blocks):
         if one.knows_modalities:
             raise ValueError(
                 "A router of two modalities belongs to a `LIMoEBackbone`. Received: "
-                f"router={quote(one)}. Use `SoftmaxTokenChoiceRouter`, for example."
+                f"router={quote(one)}."
             )
     if len(routers) != len(blocks):
         raise ValueError(
@@ -271,20 +250,15 @@ def check_causal(router, site, by_image):
     if looks_ahead(router):
         raise ValueError(
             f"The block of {site.paths[0]!r} is causal: its result for a token must "
-            "not depend on later ones, or the model could not generate. Received: a "
-            f"`{type(router).__name__}`, which does with its settings. Use "
-            "`SoftmaxTokenChoiceRouter` with `capacity_factor=None` (room for all "
-            "tokens)."
+            "not depend on later ones, as that of a `SoftmaxTokenChoiceRouter` with "
+            "`capacity_factor=None` does not. Received: a "
+            f"`{type(router).__name__}`, which does with its settings."
         )
 
 
 def looks_ahead(router):
-    """Return whether the decision of a router for a token depends on later tokens.
-
-    Args:
-        router: `Router`. `True` for unknown classes.
-    """
-    if isinstance(router, IdentityRouter):
+    """Return whether the decision of a router for a token depends on later tokens."""
+    if isinstance(router, kinds.IdentityRouter):
         return False
     assignment = getattr(router, "assignment", None)
     is_token_choice = isinstance(assignment, TokenChoice)
@@ -292,9 +266,8 @@ def looks_ahead(router):
         return True
     if assignment.keep_fraction < 1:
         return True
-    has_room = router.num_rows(1) is not None or all(
-        router.capacity(4096, training) >= 4096 for training in (False, True)
-    )
+    capacities = (router.capacity(4096, training) for training in (False, True))
+    has_room = router.num_rows(1) is not None or min(capacities) >= 4096
     # A limited expert takes all first choices before any second one.
     in_order = assignment.choices == 1 and router.priority == "position"
     return not (has_room or in_order)
@@ -304,11 +277,8 @@ def keeps_outputs(router):
     """Return whether equal experts have the outputs of one MLP, for any tokens.
 
     They do if each token keeps all its choices, with gates that sum to one.
-
-    Args:
-        router: `Router`. `False` for unknown classes.
     """
-    if isinstance(router, IdentityRouter):
+    if isinstance(router, kinds.IdentityRouter):
         return True
     assignment = getattr(router, "assignment", None)
     if type(assignment) not in (TokenChoice, ExpertChoice) or router.knows_modalities:
@@ -316,9 +286,8 @@ def keeps_outputs(router):
     has_room = router.num_rows(1) is not None or router.capacity(4096) >= 4096
     # Of all experts together. A sparse plan is found by steps of a solver.
     is_one = getattr(router.scores, "score", "softmax") == "softmax"
-    is_one &= router.scores.combine == "softmax" or not isinstance(
-        router, SparseTransportExpertChoiceRouter
-    )
+    is_plan = isinstance(router, kinds.SparseTransportExpertChoiceRouter)
+    is_one &= router.scores.combine == "softmax" or not is_plan
     if isinstance(assignment, ExpertChoice):
         return has_room and is_one
     is_one &= assignment.choices == router.num_experts

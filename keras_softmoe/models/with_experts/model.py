@@ -1,5 +1,6 @@
-"""The class of models whose MLPs are replaced by experts."""
+"""The class of models whose MLPs are replaced by experts, in layers and graphs."""
 
+import contextlib
 import copy
 import functools
 from types import SimpleNamespace
@@ -8,32 +9,13 @@ import keras
 import keras_hub
 
 from keras_softmoe.architecture import revive_router
-from keras_softmoe.keras_adapter.surgery import renew_parameters
-from keras_softmoe.models.adaptation import enable_lora, quantize
-from keras_softmoe.models.configuration import (
-    serialized_routers,
-    set_trainable_argument,
-    trainable_argument,
-)
+from keras_softmoe.keras_adapter import surgery
+from keras_softmoe.models import configuration
+from keras_softmoe.models.adaptation import EXPERT_LAYERS, enable_lora, quantize
 from keras_softmoe.models.mutable_routing import MutableRouting, recompile_on_change
-from keras_softmoe.models.with_experts.copies import (
-    configuration_of,
-    describe_layers,
-    quantization_of,
-    quantize_as,
-)
-from keras_softmoe.models.with_experts.mlp_sites import (
-    check_blocks,
-    check_routers,
-    find_sites,
-    sites_at,
-)
-from keras_softmoe.models.with_experts.replacement import (
-    graph_with,
-    inner_backbones,
-    put_experts,
-)
-from keras_softmoe.models.with_experts.token_shapes import token_shapes
+from keras_softmoe.models.with_experts import copies, mlp_sites
+from keras_softmoe.models.with_experts.experts_from_mlps import make_moe
+from keras_softmoe.models.with_experts.token_shapes import ends, token_shapes
 
 
 class _EqualToSource(type):
@@ -61,20 +43,9 @@ class ModelWithExperts(
     given. For a backbone of KerasHub `class_with_experts` is a subclass of this class
     and of that of the backbone.
 
-    Args:
-        model: built `keras.Model`, which becomes a part of this one.
-        blocks: sequence of int, as in `add_experts`.
-        router: router or list of them.
-        sites: `None` for those of a family, or `places_of` all MLPs.
-        start: as in `add_experts`.
-        moe_settings: dict of further arguments of `layers.MoE`; `by_image` may be a
-            list with a bool for each of the blocks.
-        name: str or `None`.
-        trainable: bool or dict, as in `ViTMoEBackbone`.
-
-    Attributes:
-        moe_blocks: tuple of int, the blocks with experts.
-        num_blocks: int, number of MLPs in the model, with experts or not.
+    `sites` are `None` for those of a family, or `places_of` all MLPs; `by_image` in
+    `moe_settings` may be a list with a bool for each of the blocks. Other arguments are
+    as in `add_experts`. `num_blocks` counts the MLPs, with experts or not.
     """
 
     further_keys = ("quantization",)
@@ -90,10 +61,14 @@ class ModelWithExperts(
         name=None,
         trainable=True,
     ):
-        dense_config = configuration_of(model)
-        found = find_sites(model) if sites is None else sites_at(model, sites)
-        blocks = check_blocks(blocks, found)
-        routers = check_routers(router, blocks)
+        dense_config = copies.configuration_of(model)
+        found = (
+            mlp_sites.find_sites(model)
+            if sites is None
+            else mlp_sites.sites_at(model, sites)
+        )
+        blocks = mlp_sites.check_blocks(blocks, found)
+        routers = mlp_sites.check_routers(router, blocks)
         moe_settings = dict(moe_settings or {})
         chosen = {block: found[block] for block in blocks}
         parts = [part for site in chosen.values() for part in site.parts]
@@ -107,17 +82,17 @@ class ModelWithExperts(
             start=start,
             moe_settings=moe_settings,
         )
-        inner = inner_backbones(model, found, held)
-        layers, in_graph = put_experts(model, chosen, routers, held)
-        inputs, outputs, attributes = graph_with(model, in_graph)
+        inner = _inner_backbones(model, found, held)
+        layers, in_graph = _put_experts(model, chosen, routers, held)
+        inputs, outputs, attributes = _graph_with(model, in_graph)
         # Not that of the class of the dense model, which would create its layers again
         keras_hub.models.Backbone.__init__(
             self, inputs=inputs, outputs=outputs, dtype=model.dtype_policy, name=name
         )
         for attribute, value in attributes.items():
             vars(self).setdefault(attribute, value)
-        renew_parameters(self)
-        set_trainable_argument(self, trainable)
+        surgery.renew_parameters(self)
+        configuration.set_trainable_argument(self, trainable)
         # In an object that Keras does not track
         held.layers = layers
         self.held = held
@@ -125,7 +100,7 @@ class ModelWithExperts(
         self.num_blocks = len(found)
         for backbone, state in inner:
             _adopt(backbone, state, layers)
-        describe_layers(self)
+        copies.describe_layers(self)
 
     @property
     def moe_layers(self):
@@ -151,27 +126,20 @@ class ModelWithExperts(
 
     def default_lora_layer_names(self):
         """Return names of layers for `enable_lora`: KerasHub's and those of experts."""
-        return [
-            *super().default_lora_layer_names(),
-            "intermediate_dense",
-            "gate_dense",
-            "output_dense",
-        ]
+        return [*super().default_lora_layer_names(), *EXPERT_LAYERS]
 
     def get_config(self):
-        policy = self.dtype_policy
-        quantization = quantization_of(self)
+        policy = getattr(self.dtype_policy, "default_policy", self.dtype_policy)
+        quantization = copies.quantization_of(self)
         config = {
             "name": self.name,
-            "trainable": trainable_argument(self),
+            "trainable": configuration.trainable_argument(self),
             # Not KerasHub's map of policies, which its `from_preset` would drop
-            "dtype": keras.dtype_policies.serialize(
-                getattr(policy, "default_policy", policy)
-            ),
+            "dtype": keras.dtype_policies.serialize(policy),
             **({"quantization": quantization} if quantization else {}),
             "model": self.held.dense_config,
             "blocks": list(self.moe_blocks),
-            "router": serialized_routers(self),
+            "router": configuration.serialized_routers(self),
             "sites": self.held.sites,
             "start": self.held.start,
             "moe_settings": {
@@ -196,7 +164,7 @@ class ModelWithExperts(
         router = revive_router(config["router"])
         cls = class_with_experts(type(model))
         sparse = cls(**{**config, "model": model, "router": router})
-        quantize_as(sparse, quantization)
+        copies.quantize_as(sparse, quantization)
         return sparse
 
 
@@ -242,6 +210,118 @@ def _adopt(backbone, held, layers):
         backbone.held = held
         backbone.moe_blocks = tuple(sorted(held.layers))
         backbone.num_blocks = len(held.blocks)
+
+
+def _put_experts(model, sites, routers, held):
+    """Replace MLPs by mixtures of experts.
+
+    `sites` and `routers` are dicts from blocks. Returns a dict from blocks to
+    `layers.MoE`, and one from the `id` of a layer in the graph of a functional model to
+    its replacement.
+    """
+    layers, in_graph = {}, {}
+    images = held.moe_settings.get("by_image")
+    images = images if isinstance(images, list) else [images] * len(sites)
+    sizes = [x.shape[1:] for x in keras.tree.flatten(ends(model)[0])]
+    is_fixed = all(None not in size for size in sizes)
+    for (block, site), by_image in zip(sites.items(), images, strict=True):
+        is_in_graph = surgery.is_functional(site.parents[0])
+        # The names in a graph are unique.
+        name = f"{site.parts[0].name}_moe" if is_in_graph else "moe"
+        with contextlib.ExitStack() as scopes:
+            for part in (site.parents[0].path or "").split("/"):
+                if part and not is_in_graph:
+                    scopes.enter_context(keras.name_scope(part))
+            settings = {**held.moe_settings, "by_image": by_image, "name": name}
+            if isinstance(model.dtype_policy, keras.dtype_policies.DTypePolicyMap):
+                # From a file of a quantized model: by the paths of its layers
+                settings["dtype"] = model.dtype_policy
+            shape = held.shapes[block]
+            moe = make_moe(routers[block], site.parts, shape, settings, held.start)
+        if site.is_causal:
+            mlp_sites.check_causal(routers[block], site, moe.routes_images)
+        if is_fixed:
+            moe.token_shape = shape[1:]
+        layers[block] = moe
+        pairs = zip(site.parts, site.parents, strict=True)
+        for index, (part, parent) in enumerate(pairs):
+            new = moe
+            if index:
+                new = keras.layers.Identity(dtype=part.compute_dtype, name=part.name)
+            if surgery.is_functional(parent):
+                in_graph[id(part)] = new
+            else:
+                surgery.replace_sublayer(parent, part, new)
+    return layers, in_graph
+
+
+def _graph_with(model, new):
+    """Return the ends of a model and its attributes, after layers were replaced.
+
+    `new` is a dict from the `id` of a layer in the graph to its replacement.
+    """
+    is_backbone = isinstance(model, keras_hub.models.Backbone)
+    attributes = {
+        name: value
+        for name, value in surgery.attributes_of(model).items()
+        if is_backbone or not name.startswith("_")
+    }
+    if not new:
+        return *ends(model), attributes
+    # Tensors in attributes, such as the maps of a pyramid, are outputs of the graph.
+    held = keras.tree.flatten(attributes)
+    tensors = {id(x): x for x in held if isinstance(x, keras.KerasTensor)}
+    inputs, outputs = ends(model)
+    whole = keras.Model(inputs, [outputs, list(tensors.values())])
+    whole = _with_layers(whole, new)
+    outputs, made = whole.output
+    by_id = {**dict(zip(tensors, made, strict=True)), **new}
+
+    def renewed(value):
+        return by_id.get(id(value), value)
+
+    return whole.input, outputs, keras.tree.map_structure(renewed, attributes)
+
+
+def _with_layers(model, new):
+    """Return a functional model with other layers in its graph, see `_graph_with`."""
+
+    def clone(layer):
+        if id(layer) in new:
+            return new[id(layer)]
+        inside = surgery.sublayers(layer) if surgery.is_functional(layer) else ()
+        if any(id(part) in new for _, part, _ in inside):
+            return _with_layers(layer, new)
+        return layer
+
+    return keras.models.clone_model(model, clone_function=clone)
+
+
+def _inner_backbones(model, sites, held):
+    """Return the backbones inside a model, as SegFormer's has an image encoder.
+
+    Returns `(backbone, namespace)` pairs, where `blocks` is a dict from the blocks of
+    the model to those of the backbone.
+    """
+    found = []
+    inside = (layer for _, layer, _ in surgery.sublayers(model))
+    layers = [*surgery.attributes_of(model).values(), *inside]
+    for layer in {id(x): x for x in layers}.values():
+        if not isinstance(layer, keras_hub.models.Backbone) or layer is model:
+            continue
+        inside = {id(part) for _, part, _ in surgery.sublayers(layer)}
+        known = [i for i, s in enumerate(sites) if {*map(id, s.parts)} <= inside]
+        own = [sites[i] for i in known]
+        state = SimpleNamespace(
+            **{**vars(held), "dense_config": copies.configuration_of(layer)},
+            blocks={block: index for index, block in enumerate(known)},
+        )
+        state.sites = mlp_sites.places_of(layer, own)
+        state.dense_weights = [
+            w for w in layer.weights if any(w is kept for kept in held.dense_weights)
+        ]
+        found.append((layer, state))
+    return found
 
 
 # `from_preset` of KerasHub looks up classes by their registered names.

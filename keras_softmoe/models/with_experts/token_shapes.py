@@ -27,10 +27,6 @@ def check_sites(model, sites):
 
     The names alone allow other layers, a wrong order, and activations or gates between
     the parts, which would be applied to the outputs of the experts.
-
-    Args:
-        model: built model.
-        sites: list of `Site`.
     """
     calls = {id(part): [] for site in sites for part in site.parts}
 
@@ -50,21 +46,19 @@ def check_sites(model, sites):
 def _check_flow(site, flow):
     """Raise unless the calls of the parts of a site make up an MLP.
 
-    Args:
-        site: `Site`.
-        flow: for each part a tuple of arguments, keyword arguments and outputs; `None`
-            if one is not called.
+    `flow` has arguments, keyword arguments and outputs of each part; `None` if one is
+    not called.
     """
     parts = ", ".join(
         f"{path!r} (`{type(part).__name__}`)"
         for path, part in zip(site.paths, site.parts, strict=True)
     )
 
-    def refuse(problem, remedy=" Name the dense layers of the MLP."):
+    def refuse(problem):
         raise ValueError(
             "A site is an MLP, from tokens to tokens of the same shape: a layer, or "
             f"all layers from its first to its last one in their order. But {problem}. "
-            f"Received: sites with {parts}.{remedy}"
+            f"Received: sites with {parts}."
         )
 
     if flow is None:
@@ -81,11 +75,7 @@ def _check_flow(site, flow):
         if len(args) != 1 or further or not ops.is_tensor(args[0]):
             refuse(f"{path!r} is called with more than one tensor")
         if path != site.paths[0] and args[0] is not outputs:
-            refuse(
-                f"{path!r} does not get the outputs of the part before it",
-                " Name the layers between them, too; for an activation in the code of "
-                "a block, name a layer around it.",
-            )
+            refuse(f"{path!r} does not get the outputs of the part before it")
         outputs = results
     shapes = [
         tuple(x.shape) if ops.is_tensor(x) else f"a {type(x).__name__}"
@@ -97,25 +87,14 @@ def _check_flow(site, flow):
 
 
 def token_shapes(model, sites):
-    """Return the shapes of the inputs of some MLPs, `(None, ..., D)`.
-
-    Args:
-        model: built model.
-        sites: dict from blocks to their `Site`.
-
-    Returns:
-        dict from the same blocks.
-    """
+    """Return a dict from blocks to the input shapes of MLPs, `(None, ..., D)`."""
     shapes = {}
 
     def note(block, call, inputs, *args, **kwargs):
         shapes[block] = (None, *inputs.shape[1:])
         return call(inputs, *args, **kwargs)
 
-    around = {
-        id(site.parts[0]): functools.partial(note, block)
-        for block, site in sites.items()
-    }
+    around = {id(s.parts[0]): functools.partial(note, b) for b, s in sites.items()}
     call_symbolically(model, example_inputs(model), around)
     never = [block for block in sites if block not in shapes]
     if never:
@@ -130,9 +109,8 @@ def example_inputs(model, batch_size=1):
     """Return the inputs of a model as Keras tensors of known sizes."""
     tokens = getattr(model, "max_sequence_length", None) or _TOKENS
 
-    return keras.tree.map_structure(
-        lambda x: keras.KerasTensor(
-            (batch_size, *(tokens if n is None else n for n in x.shape[1:])), x.dtype
-        ),
-        ends(model)[0],
-    )
+    def example(x):
+        sizes = (tokens if n is None else n for n in x.shape[1:])
+        return keras.KerasTensor((batch_size, *sizes), x.dtype)
+
+    return keras.tree.map_structure(example, ends(model)[0])

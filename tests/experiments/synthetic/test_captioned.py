@@ -16,12 +16,7 @@ from experiments.synthetic import (
 )
 from experiments.synthetic.captions import CaptionedShapes
 from experiments.synthetic.scenes import (
-    PLACE_NAMES,
-    RELATION_NAMES,
     SHAPE_NAMES,
-    SIZE_NAMES,
-    arrange,
-    sample_scenes,
 )
 from tests.support.caption_reader import is_true, read_caption, scene_of
 
@@ -49,35 +44,6 @@ def test_shapes_types_and_names():
     for index, name in enumerate(SHAPE_COLOR_CLASSES):
         shape, color = divmod(index, len(COLOR_NAMES))
         assert name == f"{COLOR_NAMES[color]} {SHAPE_NAMES[shape]}"
-
-
-def test_every_scene_is_of_one_of_three_kinds():
-    data = some()
-    lone, pair = data.places >= 0, data.relations >= 0
-    group = data.counts > 1
-    np.testing.assert_array_equal(lone.astype(int) + pair + group, 1)
-    for attribute in (data.second_labels, data.second_sizes):
-        np.testing.assert_array_equal(attribute >= 0, pair)
-    assert np.all(data.labels[pair] != data.second_labels[pair])
-    assert min(lone.sum(), pair.sum(), group.sum()) > 300
-    # Everything occurs, about equally often.
-    for attribute, where, number in (
-        (data.sizes, lone, len(SIZE_NAMES)),
-        (data.places, lone, len(PLACE_NAMES)),
-        (data.relations, pair, len(RELATION_NAMES)),
-        (data.counts - 2, group, 2),
-        (data.second_sizes, pair, len(SIZE_NAMES)),
-    ):
-        counts = np.bincount(attribute[where], minlength=number)
-        assert len(counts) == number
-        assert counts.min() > 0.6 * counts.mean()
-
-
-def test_held_out_combinations_are_balanced():
-    shape, color = np.divmod(HELD_OUT, len(COLOR_NAMES))
-    np.testing.assert_array_equal(np.bincount(shape), 2)
-    np.testing.assert_array_equal(np.bincount(color), 2)
-    assert HELD_OUT == sorted(HELD_OUT)
 
 
 def test_parts_hold_their_combinations():
@@ -113,38 +79,6 @@ def test_no_training_caption_names_a_held_out_combination():
             named.add(f"{mention['color']} {mention['shape']}")
     assert not named & set(HELD_OUT_COMBINATIONS)
     assert named >= set(SHAPE_COLOR_CLASSES) - set(HELD_OUT_COMBINATIONS)
-
-
-def test_captions_vary_and_mention_a_part():
-    captions = some().captions.tolist()
-    assert len(set(captions)) > 1500
-    read = [read_caption(caption) for caption in captions]
-    for name, least, most in (
-        ("color", 0.8, 0.98),
-        ("shape", 0.85, 0.99),
-        ("size", 0.2, 0.6),
-        ("count", 0.1, 0.3),
-        ("place", 0.15, 0.45),
-    ):
-        mentioned = np.mean([mentions[0][name] is not None for mentions, _ in read])
-        assert least < mentioned < most, name
-    assert 0.1 < np.mean([relation is not None for _, relation in read]) < 0.35
-
-
-@pytest.mark.parametrize("combinations", ["train", "held_out"])
-def test_things_are_whole_and_apart(combinations):
-    rng = np.random.default_rng(0)
-    things = arrange(sample_scenes(20_000, combinations, rng), rng)
-    there = things.labels >= 0
-    for place in (things.x, things.y):
-        edges = place - things.radius, place + things.radius
-        assert np.all(((edges[0] > 0.015) & (edges[1] < 0.985))[there])
-    # Corners of a triangle are the furthest, at sqrt(0.75 + 0.75 ** 2) radii.
-    reach = 1.146 * things.radius
-    for i, j in ((0, 1), (0, 2), (1, 2)):
-        both = there[:, i] & there[:, j]
-        distance = np.hypot(*(part[:, i] - part[:, j] for part in (things.x, things.y)))
-        assert np.all((distance > reach[:, i] + reach[:, j] + 0.015)[both])
 
 
 def test_scene_depends_on_seed_and_index_only():

@@ -1,4 +1,9 @@
-"""Writing files and directories aside, and moving them into place when complete."""
+"""Atomic writing of files and directories, and reading beside writers.
+
+New content is written to a temporary directory, from which files are moved into place
+when all are complete. If writing fails, the old content is unchanged. What killed
+processes leave is completed or removed by the next process that reads or writes there.
+"""
 
 import contextlib
 import errno
@@ -10,6 +15,7 @@ import re
 import shutil
 import stat
 import tempfile
+import time
 from pathlib import Path
 
 # Error numbers of a system that refuses to write.
@@ -28,6 +34,11 @@ _KINDS = {
 ASIDE = f"aside-{platform.node()}"
 # Maximum length in bytes of NAME. File systems allow 255 for the whole name.
 _LABEL = 100
+# Seconds between two attempts of a waiting process, and attempts of a reader.
+_PATIENCE = 0.2
+_LOOKS = 25
+# Errors of file systems without locks.
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL}
 
 
 @contextlib.contextmanager
@@ -38,16 +49,9 @@ def atomic_file(path, room=0):
     Symbolic links are followed. The new file gets the mode of the old one, and its
     owner where the system permits it.
 
-    Args:
-        path: str or path. Its directory is created if it does not exist.
-        room: int, bytes that must be free before writing starts.
-
-    Yields:
-        `pathlib.Path` of the file to write, with the same suffixes.
-
-    Raises:
-        WriteError: (an `OSError` and a `ValueError`) if the system refuses, or the path
-            is a directory, a pipe, a socket or a device.
+    `room` are bytes that must be free before writing starts. Yields the path of the
+    file to write, with the same suffixes. Raises `WriteError` (an `OSError` and a
+    `ValueError`) if the system refuses, or the path is of another kind.
     """
     with wrap_os_errors(path):
         target = _resolved(path)
@@ -62,8 +66,7 @@ def atomic_file(path, room=0):
                 if _exists(other, "a file") and not is_there:
                     raise WriteError(
                         f"'{path}' cannot be written: it consists of several files, "
-                        f"and '{other}' is another one, which stays as it was. Choose "
-                        "another name, or remove that file first."
+                        f"and '{other}' is another one, which stays as it was."
                     )
             for name in (*names, new.name):
                 place = Path(path).with_name(name)
@@ -72,11 +75,7 @@ def atomic_file(path, room=0):
 
 
 def check_file(path):
-    """Raise `WriteError` where `atomic_file` would, before there is content to write.
-
-    Args:
-        path: str or path. Its directory is made if it does not exist.
-    """
+    """Raise `WriteError` where `atomic_file` would, before there is any content."""
     with wrap_os_errors(path):
         target = _resolved(path)
         _exists(target, "a file")
@@ -97,11 +96,9 @@ def atomic_directory(directory, marks, keep=lambda path: True, room=0):
     Args:
         directory: str or path, created if it does not exist.
         marks: list of patterns of names, for example `["*.weights.h5"]`. Existing files
-            are replaced only in a directory with a file that matches one of them; new
-            files are added to any directory.
+            are replaced only in a directory with a file that matches one of them.
         keep: callable that takes the relative `pathlib.Path` of an existing file that
-            was not written again and returns whether to keep it. By default all are
-            kept. It is called after the new files are written.
+            was not written again, after the others are, and returns whether to keep it.
         room: int, see `atomic_file`.
 
     Yields:
@@ -109,8 +106,7 @@ def atomic_directory(directory, marks, keep=lambda path: True, room=0):
 
     Raises:
         WriteError: (an `OSError` and a `ValueError`) if the system refuses, the path is
-            a file, a pipe, a socket or a device, or a file would be replaced in a
-            directory without a mark.
+            of another kind, or a file would be replaced in a directory without a mark.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(wrap_os_errors(directory))
@@ -137,11 +133,7 @@ def atomic_directory(directory, marks, keep=lambda path: True, room=0):
 
 
 def restore_interrupted(directory):
-    """Complete the replacement of files by killed processes, and remove their rest.
-
-    Args:
-        directory: str or path. If there is no such directory, nothing is done.
-    """
+    """Complete the replacement of files by killed processes, and remove their rest."""
     # `os.path` also accepts what is no valid path.
     found = Path(directory) if os.path.isdir(directory) else None
     for left in found.glob(f".*.{glob.escape(ASIDE)}-*-*") if found else ():
@@ -161,6 +153,87 @@ def restore_interrupted(directory):
             continue
 
 
+# === Reading, and waiting ===
+
+
+def read_whole(directory, read):
+    """Read one version of a directory whose files other processes may be replacing.
+
+    `read` is called again if files were replaced meanwhile; its result is returned.
+    """
+    for _ in range(9):
+        before = _version(directory)
+        try:
+            found = read()
+        except Exception:
+            # It may have read parts of two versions.
+            if _version(directory) == before:
+                raise
+            continue
+        if _version(directory) == before:
+            return found
+    return read()
+
+
+def _version(directory):
+    """Return a value that differs between versions, `None` without a directory."""
+    for _ in range(_LOOKS):
+        # Files are being replaced one by one.
+        if not any(Path(directory).glob(f"..{glob.escape(ASIDE)}-*/ready")):
+            break
+        time.sleep(_PATIENCE)
+        restore_interrupted(directory)
+    with contextlib.suppress(OSError), os.scandir(directory) as entries:
+        # Renaming changes the inode of a file, and the time of its folder.
+        return {
+            (entry.name, entry.inode(), entry.stat().st_mtime_ns)
+            for entry in entries
+            if not entry.name.startswith(f"..{ASIDE}-")
+        }
+    return None
+
+
+@contextlib.contextmanager
+def one_process(path, waiting=None):
+    """Hold a lock that one process has at a time; the others wait, and print `waiting`.
+
+    The lock ends with the process. (No process waits on Windows, or where a file system
+    has no locks.)
+    """
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        with path.open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if waiting:
+                    print(waiting)
+                    waiting = None
+                time.sleep(_PATIENCE)
+                continue
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+            try:
+                is_current = os.path.samestat(path.stat(), os.fstat(file.fileno()))
+            except FileNotFoundError:
+                is_current = False
+            if not is_current:
+                # The previous holder has removed it.
+                continue
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+            return
+
+
 # === Errors ===
 
 
@@ -170,11 +243,7 @@ class WriteError(OSError, ValueError):
 
 @contextlib.contextmanager
 def wrap_os_errors(path):
-    """Raise `WriteError` in place of an `OSError` of writing a path.
-
-    Args:
-        path: str or path.
-    """
+    """Raise `WriteError` in place of an `OSError` of writing a path."""
     try:
         yield
     except WriteError:
@@ -200,8 +269,7 @@ def _exists(path, kind):
         return False
     if found != kind:
         raise WriteError(
-            f"'{path}' cannot be written as {kind}: it is {found}, and stays as it "
-            "was. Choose another path, or remove it first."
+            f"'{path}' cannot be written as {kind}: it is {found}, and stays as it was."
         )
     return True
 
@@ -254,8 +322,7 @@ def _check_replaced(new, target, marks):
             raise WriteError(
                 f"'{target}' cannot be written: '{path}' in it is another file, "
                 "which stays as it was. Files are replaced only where one of "
-                f"{', '.join(marks)} is among them. Choose an empty directory, or one "
-                "that does not exist yet."
+                f"{', '.join(marks)} is among them."
             )
 
 

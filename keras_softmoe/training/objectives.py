@@ -1,4 +1,4 @@
-"""The loss and the metric of the papers' pretraining, for images with many labels."""
+"""Loss and metric of pretraining with many labels, and balanced distillation."""
 
 import keras
 from keras import ops
@@ -10,10 +10,9 @@ from keras_softmoe.types import DType
 class SigmoidCrossentropy(keras.losses.Loss):
     """Binary cross-entropy of every class, summed over the classes.
 
-    `keras.losses.BinaryCrossentropy` is the *mean* over the classes, which is
-    `num_classes` times smaller: the routers' balancing losses would outweigh it. A head
-    with logits of 0 has the loss `num_classes * log(2)`, so the released code starts
-    the bias of the head at `-log(num_classes)`.
+    `keras.losses.BinaryCrossentropy` is the *mean* over the classes, which the routers'
+    balancing losses would outweigh. The released code starts the bias of the head at
+    `-log(num_classes)`.
 
     Args:
         reduction: see `keras.losses.Loss`.
@@ -119,3 +118,37 @@ def _one_per_image(sample_weight):
             f"Received: sample_weight with shape={tuple(shape)}."
         )
     return sample_weight[:, 0] if len(shape) == 2 else sample_weight
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class Distiller(keras.distillation.Distiller):
+    """`keras.distillation.Distiller` that also trains the student's balancing losses.
+
+    The class of Keras leaves out the losses that the student's layers add. Here they
+    are part of `loss` in the history, not of `total_loss`, as in `fit` of the student.
+    Models are called without their preprocessors: pass preprocessed images.
+
+    Args:
+        teacher: built `keras.Model`, which is frozen.
+        student: built `keras.Model` with the same outputs.
+        distillation_losses: as in `keras.distillation.Distiller`.
+        **kwargs: as there, such as `student_loss_weight`.
+
+    Examples:
+        >>> losses = keras.distillation.LogitsDistillation(temperature=2)
+        >>> teacher = make_classifier()
+        >>> distiller = ksm.training.Distiller(teacher, classifier, losses)
+        >>> loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        >>> distiller.compile("adam", loss)
+        >>> history = distiller.fit(images / 127.5 - 1, labels)
+    """
+
+    def compute_loss(
+        self, x=None, y=None, y_pred=None, sample_weight=None, training=True
+    ):
+        if y_pred is None:
+            y_pred = self(x, training=training)
+        # Before Keras calls the teacher, and perhaps the student again.
+        added = [ops.sum(loss) for loss in self.losses]
+        loss = super().compute_loss(x, y, y_pred, sample_weight, training)
+        return sum((ops.cast(a, loss.dtype) for a in added), start=loss)
