@@ -12,13 +12,12 @@ import numpy as np
 from keras import ops
 
 from keras_softmoe.checks import check_choice
-from keras_softmoe.ops.kernels import float32_at_least, reshape, take_rows
+from keras_softmoe.ops.kernels import as_tensor, float32_at_least, reshape, take_rows
 from keras_softmoe.ops.numbers import (
     INDEX,
     Constant,
     count_true,
     positions,
-    tensor,
     uniform,
     where,
 )
@@ -83,7 +82,7 @@ def token_choice(
         >>> np.asarray(token)[0, :, 0]  # token 1 is dropped: expert 0 is full
         array([0, 2], dtype=int32)
     """
-    scores, valid = tensor(scores), tensor(valid)
+    scores, valid = as_tensor(scores), as_tensor(valid)
     check_num_selected_experts(num_selected_experts, scores.shape[-1])
     if isinstance(priority, str):
         check_priority(priority)
@@ -148,7 +147,8 @@ def assign_choices(
     # 2. Sorting by (expert, place in the queue) groups the choices by expert, in the
     # order of assignment. Keys are unique, so the backend's rule for ties does not
     # matter, and the sorted keys themselves tell the places.
-    queue = ops.sort(chosen * num_choices + positions(num_choices, chosen), axis=-1)
+    keys = chosen * num_choices + positions(num_choices, chosen)
+    queue = ops.sort(keys, axis=-1)
 
     # 3. Each expert takes the first C choices of its stretch of the sorted queue.
     experts = positions(num_experts, chosen)[:, None]
@@ -208,7 +208,7 @@ def expert_choice(
         >>> np.asarray(token)[0]  # expert 1 takes token 1 as well
         array([[0, 1], [2, 1]], dtype=int32)
     """
-    scores, valid = tensor(scores), tensor(valid)
+    scores, valid = as_tensor(scores), as_tensor(valid)
     num_tokens = scores.shape[1]
     _check_capacity(capacity)
     if capacity > num_tokens:

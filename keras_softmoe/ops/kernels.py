@@ -370,9 +370,10 @@ def take_rows(rows, index):
 def batch_matmul(x, y):
     """Compute `keras.ops.matmul` of `(G, N, M)` and `(G, M, D)` tensors.
 
-    PyTorch's for tensors of any rank reshapes both, and the product.
+    PyTorch's for tensors of any rank reshapes both, and the product. Where only shapes
+    are found, costs are counted by Keras' products.
     """
-    if keras.backend.backend() == "torch":
+    if keras.backend.backend() == "torch" and not x.is_meta:
         return x.bmm(y)
     return ops.matmul(x, y)
 
@@ -381,9 +382,11 @@ def batch_matmul(x, y):
 
 
 def as_tensor(x):
-    """Compute `keras.ops.convert_to_tensor`, at once for what is a tensor."""
+    """Compute `keras.ops.convert_to_tensor`, at once for a tensor or `None`."""
     if keras.backend.backend() == "torch" and isinstance(x, torch.Tensor):
         return x
+    if x is None:
+        return None
     return x.value if isinstance(x, keras.Variable) else ops.convert_to_tensor(x)
 
 

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 from keras import ops
 
+from keras_softmoe.ops.kernels import as_tensor
 from keras_softmoe.types import Tensor
 
 
@@ -51,17 +52,9 @@ def _finfo(dtype):
     return ml_dtypes.finfo(keras.backend.standardize_dtype(dtype))
 
 
-def tensor(x):
-    """Return `keras.ops.convert_to_tensor(x)`; a tensor, or `None`, as it is.
-
-    On PyTorch the conversion of a tensor takes as long as an operation.
-    """
-    return x if x is None or ops.is_tensor(x) else ops.convert_to_tensor(x)
-
-
 def where(condition, x, number):
     """Return `keras.ops.where(condition, x, number)` in the dtype of `x`."""
-    x, condition = tensor(x), tensor(condition)
+    x, condition = as_tensor(x), as_tensor(condition)
     if keras.backend.backend() == "torch":
         if number == 0 and not x.is_floating_point():
             return x * condition

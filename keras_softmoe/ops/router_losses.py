@@ -385,8 +385,8 @@ def _mean_over_tokens(values, valid):
     if valid is None:
         return ops.mean(values, axis=1)
     # The mean of a group without tokens is zero.
-    count = at_least(ops.sum(ops.cast(valid, values.dtype), axis=1, keepdims=True), 1.0)
-    return ops.sum(zero_padding(values, valid), axis=1) / count
+    count = ops.sum(ops.cast(valid, values.dtype), axis=1, keepdims=True)
+    return ops.sum(zero_padding(values, valid), axis=1) / at_least(count, 1.0)
 
 
 def _squared_variation(values):

@@ -27,6 +27,7 @@ from keras import ops
 from keras_softmoe.ops.assignment import assign_choices, gates_of_slots
 from keras_softmoe.ops.kernels import (
     add_rows,
+    as_tensor,
     batch_matmul,
     compiled_on_jax,
     on_own_groups,
@@ -146,7 +147,7 @@ def to_dense(routing: Routing, num_tokens: int) -> DenseRouting:
         return routing
     if isinstance(routing, ChoiceRouting):
         routing = SlotRouting(*to_slots(routing, num_tokens))
-    token, filled, gate = map(ops.convert_to_tensor, routing)
+    token, filled, gate = map(as_tensor, routing)
     tokens = reshape(positions(num_tokens, token), (num_tokens, 1, 1))
     # (G, S, E, C)
     assigned = (token[:, None] == tokens) & filled[:, None]
@@ -178,7 +179,7 @@ def dispatch(tokens: Tensor, routing: Routing, sharded: bool = False) -> Tensor:
         >>> ksm.ops.dispatch(np.ones((1, 4, 8), "float32"), routing).shape
         (1, 2, 2, 8)
     """
-    tokens = ops.convert_to_tensor(tokens)
+    tokens = as_tensor(tokens)
     if isinstance(routing, ChoiceRouting):
         return _take_rows(tokens, routing)
     if isinstance(routing, DenseRouting):
@@ -226,7 +227,7 @@ def combine(
         >>> ksm.ops.combine(np.ones((1, 2, 2, 8), "float32"), routing, 4).shape
         (1, 4, 8)
     """
-    outputs = ops.convert_to_tensor(outputs)
+    outputs = as_tensor(outputs)
     if isinstance(routing, ChoiceRouting):
         return _add_rows_of_choices(outputs, routing, num_tokens)
     _, num_experts, capacity, width = outputs.shape
@@ -283,7 +284,7 @@ def _merge_slots(weights):
 
 def _row_of_slot(routing, num_tokens):
     """Return the `(E * G * C,)` rows of the slots in the `(G * S, D)` tokens."""
-    token = ops.convert_to_tensor(routing.token)
+    token = as_tensor(routing.token)
     first = positions(ops.shape(token)[0], token)[:, None, None] * num_tokens
     return reshape(_experts_first(token + first), (-1,))
 

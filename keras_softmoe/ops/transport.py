@@ -9,6 +9,7 @@ import keras
 from keras import ops
 
 from keras_softmoe.ops.kernels import (
+    as_tensor,
     batch_matmul,
     compiled_on_jax,
     float32_at_least,
@@ -21,7 +22,6 @@ from keras_softmoe.ops.numbers import (
     clip,
     lowest,
     positions,
-    tensor,
     where,
 )
 from keras_softmoe.ops.selection import (
@@ -68,7 +68,7 @@ def sinkhorn_plan(
         True
     """
     _check_num_iterations(num_iterations)
-    logits, valid = float32_at_least(logits), tensor(valid)
+    logits, valid = float32_at_least(logits), as_tensor(valid)
     return _sinkhorn_plan(logits, num_iterations, valid)
 
 
@@ -175,7 +175,7 @@ def sparse_transport_plan(
         raise ValueError(
             f"`capacity` must be a positive integer. Received: capacity={capacity}."
         )
-    scores, valid, limit = float32_at_least(scores), tensor(valid), tensor(limit)
+    scores, valid, limit = float32_at_least(scores), as_tensor(valid), as_tensor(limit)
     capacity = min(capacity, scores.shape[1])
     solver = (num_iterations, learning_rate, tolerance)
     return _sparse_transport_plan(scores, capacity, *solver, valid, sharded, limit)

@@ -83,7 +83,7 @@ FAULTS = (
     ),
     Fault(
         "padding counts in the load",
-        "counted = keras.ops.logical_and(counted, valid[..., None, None])",
+        "counted = counted & valid[..., None, None]",
         "pass",
         "routers/test_balanced.py",
     ),
@@ -117,8 +117,8 @@ FAULTS = (
     # === Which token sits in which slot ===
     Fault(
         "padding chooses experts",
-        "chosen = ops.where(ops.expand_dims(valid, -1), chosen, num_experts)",
-        "chosen = ops.where(ops.expand_dims(valid, -1), chosen, chosen)",
+        "chosen = where(valid[..., None], chosen, num_experts)",
+        "chosen = where(valid[..., None], chosen, 0)",
         ASSIGNMENT,
     ),
     Fault(
@@ -143,14 +143,14 @@ FAULTS = (
     ),
     Fault(
         "capacity off by one",
-        "filled = slots < ops.expand_dims(count, -1)",
-        "filled = slots + 1 < ops.expand_dims(count, -1)",
+        "filled = slots < count",
+        "filled = slots + 1 < count",
         ASSIGNMENT,
     ),
     Fault(
         "a tie goes to the higher index",
-        'keys = chosen * num_choices + ops.arange(num_choices, dtype="int32")',
-        'keys = chosen * num_choices - ops.arange(num_choices, dtype="int32")',
+        "keys = chosen * num_choices + positions(num_choices, chosen)",
+        "keys = chosen * num_choices - positions(num_choices, chosen)",
         ASSIGNMENT,
     ),
     Fault(
@@ -161,14 +161,14 @@ FAULTS = (
     ),
     Fault(
         "pairs are ranked by their tokens",
-        'if priority == "pair":',
-        'if priority == "pairs":',
+        'by_pairs = isinstance(priority, str) and priority == "pair"',
+        'by_pairs = isinstance(priority, str) and priority == "pairs"',
         ASSIGNMENT,
     ),
     Fault(
         "keep_fraction counts padding",
-        'num_kept = ops.take(ops.array(kept_of, dtype="int32"), count)',
-        "num_kept = kept_of[-1] + 0 * count",
+        "num_kept = take_rows(table, count_true(valid, axis=-1))[:, None]",
+        "num_kept = table[-1]",
         ASSIGNMENT,
     ),
     Fault(
@@ -192,45 +192,45 @@ FAULTS = (
     # === Dispatch and combine ===
     Fault(
         "empty slots hold the first token",
-        "return _experts_first(slots * ops.expand_dims(filled, -1))",
+        "return _experts_first(slots * filled[..., None])",
         "return _experts_first(slots)",
         ROUTING,
     ),
     Fault(
         "every group reads the tokens of the first",
-        "first_row = reshape(groups * num_tokens, (-1, 1, 1))",
-        "first_row = reshape(groups * 0, (-1, 1, 1))",
+        "first = positions(ops.shape(token)[0], token)[:, None, None] * num_tokens",
+        "first = positions(ops.shape(token)[0], token)[:, None, None] * 0",
         ROUTING,
     ),
     Fault(
         "the dense view forgets the gates",
-        "return DenseRouting(dispatch, dispatch * ops.expand_dims(routing.gate, 1))",
+        "return DenseRouting(dispatch, dispatch * gate[:, None])",
         "return DenseRouting(dispatch, dispatch)",
         ROUTING,
     ),
     Fault(
         "outputs are not weighted by gates",
-        "outputs = _experts_first(outputs) * ops.expand_dims(_experts_first(gate), -1)",
+        "outputs = _experts_first(outputs * gate[..., None])",
         "outputs = _experts_first(outputs)",
         ROUTING,
     ),
     Fault(
         "choices of padding keep their gate",
-        "gate = ops.where(kept, gate, 0.0)\n        expert",
+        "gate = where(kept, gate, 0.0)\n        expert",
         "expert",
         "layers/test_dropless.py routers/test_sparse.py",
     ),
     # === Losses ===
     Fault(
         "padding counts in the mean over tokens",
-        "count = ops.maximum(ops.sum(ops.cast(valid, values.dtype), axis=1), 1.0)",
-        "count = ops.sum(ops.ones_like(ops.cast(valid, values.dtype)), axis=1)",
+        "count = ops.sum(ops.cast(valid, values.dtype), axis=1, keepdims=True)",
+        "count = ops.sum(ops.ones_like(values[..., :1]), axis=1)",
         LOSSES,
     ),
     Fault(
         "the load of the noisy logits",
-        "normal = (logits - threshold) / noise_std",
-        "normal = (noisy_logits - threshold) / noise_std",
+        "normal = (logits - threshold) / (noise_std * 2**0.5)",
+        "normal = (noisy_logits - threshold) / (noise_std * 2**0.5)",
         LOSSES,
     ),
     Fault(
@@ -266,14 +266,14 @@ FAULTS = (
     ),
     Fault(
         "Adam's second moment is not debiased",
-        "second_unbiased = second / (1.0 - 0.999**count)",
-        "second_unbiased = second",
+        "norm = (scale * 0.999 / (1.0 - 0.999 ** (number + 1))) ** 0.5",
+        "norm = (scale * 0.999) ** 0.5",
         TRANSPORT,
     ),
     # === Routers ===
     Fault(
         "a gate where the slot is empty",
-        "return ops.where(filled, take_along(by_expert, token, axis=-1), 0.0)\n\n\n",
+        "return where(filled, take_along(by_expert, token, axis=-1), 0.0)\n\n\n",
         "return take_along(by_expert, token, axis=-1)\n\n\n",
         SPARSE,
     ),
@@ -303,8 +303,8 @@ FAULTS = (
     ),
     Fault(
         "the first experts are barred from text",
-        "return index < num_experts - (self.text_experts or num_experts)",
-        "return index >= (self.text_experts or num_experts)",
+        'is_open = ~masks["text"][..., None] | (experts >= first)',
+        'is_open = ~masks["text"][..., None] | (experts < self.text_experts)',
         LIMOE,
     ),
     Fault(
