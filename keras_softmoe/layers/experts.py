@@ -175,7 +175,7 @@ class Experts(Layer):
             x = self.dropout(hidden(x, *weights[:-2]), training=True)
             return multiply(x, *weights[-2:])
         if count is not None:
-            weights = tuple(reshape(weight, weight.shape) for weight in weights)
+            weights = tuple(map(ops.convert_to_tensor, weights))
             stages = (weights,) if self.remat else (weights[:-2], weights[-2:])
             return map_experts(mlp, self._stages, x, stages, count)
         return chunked_map(mlp, [x, *weights], sharded)

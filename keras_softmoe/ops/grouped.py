@@ -19,6 +19,8 @@ from keras_softmoe.ops.kernels import (
 # the mean number of rows. They are dense near 1, where most experts are; an expert with
 # more rows takes several pieces.
 _PIECES = (0.25, 0.5, 0.75, 0.8125, 0.875, 0.9375, 1.0, 1.0625, 1.125, 1.25, 1.5)
+# Bytes of all kernels of a layer that fit into the caches of a CPU
+_SMALL = 2**19
 # The fewest rows in a tile, those of the GPU's own products of matrices
 _FEWEST = 16
 
@@ -60,10 +62,10 @@ def map_experts(all_at_once, stages, rows, weights, count):
         `(N, D)` tensor.
     """
     if keras.backend.backend() == "torch":
-        import torch
-
         is_eager = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
-        if is_eager and rows.device.type == "cpu":
+        kernel = weights[0][0]
+        is_small = kernel.numel() * kernel.element_size() < _SMALL
+        if is_eager and rows.device.type == "cpu" and not is_small:
             results = []
             for e, x in enumerate(rows.split(count.tolist())):
                 own = [[w[e : e + 1] for w in of_stage] for of_stage in weights]
@@ -139,8 +141,6 @@ if keras.backend.backend() == "torch":
 
 
 def _eagerly_on_torch(rows, kernel, bias, count):
-    import torch
-
     bytes_of_rows = [n * rows.element_size() for n in kernel.shape[1:]]
     # The requirements of PyTorch's grouped product, from version 2.10 on
     fits = rows.element_size() <= 4 and not any(n % 16 for n in bytes_of_rows)
