@@ -140,7 +140,7 @@ def write(name: str, directory: str | os.PathLike) -> str:
     """Write a preset without weights as a directory in KerasHub's format.
 
     KerasHub's classes and tools need it, `from_preset` does not. The directory has the
-    configuration, the image preprocessing and a model card.
+    configuration and the image preprocessing.
 
     Args:
         name: str, the name of a preset of the kind `"architecture"` or `"convertible"`.
