@@ -43,11 +43,7 @@ _DTYPES = {
 
 
 def read_safetensors(path):
-    """Open a file in the safetensors format, see `read_checkpoint`.
-
-    The header is checked first: every array must be complete at its offsets, and all of
-    them together fill the file. Source: the format's documentation (version 0.8).
-    """
+    """Open a file in the safetensors format (version 0.8), see `read_checkpoint`."""
     arrays, places = {}, []
     with _open(path) as (file, size):
         length = int.from_bytes(file.read(_LENGTH), "little")
@@ -260,10 +256,8 @@ def read_torch_names(
 ):
     """Return the parameters of a PyTorch Vision Transformer under V-MoE's names.
 
-    `checkpoint` has names of `timm` or `transformers`, `about` is the content of the
-    `config.json` beside the file, and `num_heads` is used if neither that nor the width
-    determines it. The `settings` of the result are arguments of the backbone that do
-    not follow from names and shapes.
+    `about` is the content of the `config.json` beside the file, and `num_heads` is used
+    if neither that nor the width determines it.
     """
     about = about or {}
     if isinstance(nested := about.get("vision_config"), dict):

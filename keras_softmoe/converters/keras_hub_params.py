@@ -123,10 +123,7 @@ _SMALL_EPSILON = 1e-5
 def read_keras_hub(model):
     """Return the parameters of a KerasHub Vision Transformer under V-MoE's names.
 
-    `model` is a `ViTBackbone`, `DeiTBackbone`, `DINOV2Backbone` or
-    `SigLIPVisionEncoder`, or one with such a `backbone` or `vision_encoder`. The
-    `settings` of the `Checkpoint` are arguments of the backbone that do not follow from
-    names and shapes.
+    `model` is of a class in `SUPPORTED`, or has one as `backbone` or `vision_encoder`.
     """
     backbone = getattr(model, "backbone", model)
     backbone = getattr(backbone, "vision_encoder", backbone)

@@ -127,11 +127,7 @@ def _slots_of_blocks(found):
 
 
 def _activation_bytes(found, slots, compute):
-    """Return the bytes that a group keeps from the forward to the backward pass.
-
-    These are what XLA keeps without rematerialization (JAX 0.10 on a CPU, from its
-    buffer assignments), without tensors that have no token axis.
-    """
+    """Return the bytes that a group keeps for the backward pass (as XLA does)."""
     group, width, heads = found.group_images, found.hidden_dim, found.num_heads
     # Bytes of a number that is normalized: input and output, and centred in float32
     normalized = 2 * compute + _FLOAT32

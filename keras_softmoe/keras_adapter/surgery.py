@@ -100,17 +100,13 @@ def attributes_of(layer):
 def forget_calls(layer):
     """Clear the calls of a layer on Keras tensors, as of one that is new.
 
-    A graph counts the calls of a layer from its first one.
     Would be replaced by: configurations of graphs that count from the call at hand.
     """
     layer._inbound_nodes.clear()
 
 
 def renew_parameters(model):
-    """Register the weights of all layers of a model anew in their PyTorch modules.
-
-    Would be replaced by: lists that follow the variables of a layer.
-    """
+    """Register weights anew. Would be replaced by: lists that follow the variables."""
     if keras.backend.backend() == "torch":
         for layer in flatten_layers(model):
             if hasattr(layer, "_torch_params"):
@@ -156,10 +152,8 @@ def call_symbolically(model, inputs, around=None, start=None, parts=None):
 
 
 def named_weights(layer):
-    """Yield `(path, weight)` of a layer, each weight once, in the order of `weights`.
+    """Yield `(path, weight)` of a layer, each once, without counters in names.
 
-    Automatic names such as `dense_7` have a counter of the process, which starts anew
-    here, so that all instances have the same names.
     Would be replaced by: names of Keras that are unique in a model.
     """
     seen, taken = set(), set()
@@ -229,10 +223,7 @@ def counted_products():
 
 
 class Products:
-    """A count that can be paused.
-
-    Would be replaced by: see `counted_products`.
-    """
+    """A count that can be paused. Would be replaced by: see `counted_products`."""
 
     def __init__(self):
         self.total, self._is_paused = 0, False

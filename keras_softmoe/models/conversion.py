@@ -103,11 +103,10 @@ def model_for(
     activation=None,
     **given,
 ):
-    """Create the model of a checkpoint, still without its parameters.
+    """Create the model of a checkpoint, without its parameters, and its preprocessor.
 
-    `activation` is that of the head, `given` as in `read_vit_settings`, and the other
-    arguments as in `convert_vmoe_checkpoint`. Returns `(model, preprocessor)`: a
-    classifier that has its preprocessor, and `None`, or a backbone and its own.
+    `given` is as in `read_vit_settings`, the rest as in `convert_vmoe_checkpoint`. A
+    classifier has its preprocessor itself, so the second result is `None`.
     """
     given = {name: value for name, value in given.items() if value is not None}
     found = checkpoints.read_vit_settings(

@@ -82,9 +82,8 @@ Raises:
 def attach(cls, load=None):
     """Give a class of models `from_preset` and `save_to_preset`, and its subclasses.
 
-    (A mixin would have to come first, but KerasHub takes the first base of a class for
-    its kind.) `load` is a callable `(read, cls, directory, load_weights, arguments)`
-    that returns a model, where `read` is KerasHub's `from_preset` of a class.
+    `load` is a callable `(read, cls, directory, load_weights, arguments)` that returns
+    a model, where `read` is KerasHub's `from_preset`.
     """
     read, save = cls.from_preset.__func__, cls.save_to_preset
     load = load or _load
@@ -266,10 +265,10 @@ def _check_dtypes(preprocessing, preset):
 
 @contextlib.contextmanager
 def open_preset(preset, load_weights=True):
-    """Find the files of a preset, and name it in errors while they are read.
+    """Yield the directory or handle of a preset, and name it in errors meanwhile.
 
-    Yields a directory or the handle. It is a directory of the cache for a convertible
-    preset with weights, and a temporary one for an architecture.
+    It is a directory of the cache for a convertible preset with weights, and a
+    temporary one for an architecture.
     """
     if not isinstance(preset, str | os.PathLike):
         raise ValueError(
