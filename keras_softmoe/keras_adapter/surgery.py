@@ -159,7 +159,9 @@ def named_weights(layer):
     seen, taken = set(), set()
 
     def unique(prefix, name, kind):
-        if _is_counted(name, kind):
+        # An automatic name has a counter.
+        stem = r"\w+" if issubclass(kind, keras.Model) else to_snake_case(kind.__name__)
+        if re.fullmatch(rf"{stem}_\d+", name):
             name = name.rpartition("_")[0]
         name = new = prefix + name.replace(".", "_")
         count = 0
@@ -182,17 +184,6 @@ def named_weights(layer):
     return below(layer, "")
 
 
-def _is_counted(name, kind):
-    """Return whether a name is an automatic one with a counter."""
-    if not name[-1:].isdigit():
-        return False
-    stem = r"\w+" if issubclass(kind, keras.Model) else to_snake_case(kind.__name__)
-    return bool(re.fullmatch(rf"{stem}_\d+", name))
-
-
-# === Matrix products ===
-
-
 @contextlib.contextmanager
 def counted_products():
     """Count the multiply-adds of Keras' matrix products in this context.
@@ -208,10 +199,10 @@ def counted_products():
         (numpy, "dot"): _of_matmul,
         (numpy, "tensordot"): _of_tensordot,
         (numpy, "einsum"): _of_einsum,
-        (nn, "conv"): _of_conv,
-        (nn, "depthwise_conv"): _of_depthwise_conv,
+        (nn, "conv"): lambda y, x, kernel, *a, **k: _times(y, kernel.shape[:-1]),
+        (nn, "depthwise_conv"): lambda y, x, w, *a, **k: _times(y, w.shape[:-2]),
         (nn, "separable_conv"): _of_separable_conv,
-        (nn, "conv_transpose"): _of_conv_transpose,
+        (nn, "conv_transpose"): lambda y, x, w, *a, **k: _times(x, w.shape[:-1]),
         (nn, "dot_product_attention"): _of_attention,
     }
     with contextlib.ExitStack() as stack:
@@ -283,12 +274,8 @@ def _of_einsum(outputs, subscripts, *operands, **kwargs):
     return most * math.prod(sizes.values())
 
 
-def _of_conv(outputs, inputs, kernel, *args, **kwargs):
-    return math.prod(outputs.shape) * math.prod(kernel.shape[:-1])
-
-
-def _of_depthwise_conv(outputs, inputs, kernel, *args, **kwargs):
-    return math.prod(outputs.shape) * math.prod(kernel.shape[:-2])
+def _times(x, shape):
+    return math.prod(x.shape) * math.prod(shape)
 
 
 def _of_separable_conv(outputs, inputs, depthwise_kernel, pointwise_kernel, *a, **k):
@@ -296,10 +283,6 @@ def _of_separable_conv(outputs, inputs, depthwise_kernel, pointwise_kernel, *a, 
     units = pointwise_kernel.shape[-1]
     places = math.prod(outputs.shape) // units
     return places * channels * multiplier * (math.prod(size) + units)
-
-
-def _of_conv_transpose(outputs, inputs, kernel, *args, **kwargs):
-    return math.prod(inputs.shape) * math.prod(kernel.shape[:-1])
 
 
 def _of_attention(outputs, query, key, value, *args, **kwargs):

@@ -162,14 +162,11 @@ def _write(model, checkpoint, directory, origin, preprocessor=None, verbose=1):
         model.save_to_preset(str(new))
         if preprocessor is not None:
             preprocessor.save_to_preset(str(new))
-        _note_origin(new / catalogue.METADATA_FILE, origin)
+        file = new / catalogue.METADATA_FILE
+        about = json.loads(file.read_text(encoding="utf-8"))
+        about |= {"kind": "converted", "checkpoint": str(origin)}
+        file.write_text(json.dumps(about, indent=4), encoding="utf-8")
     return str(directory)
-
-
-def _note_origin(file, origin):
-    metadata = json.loads(file.read_text(encoding="utf-8"))
-    metadata |= {"kind": "converted", "checkpoint": str(origin)}
-    file.write_text(json.dumps(metadata, indent=4), encoding="utf-8")
 
 
 def convert(
