@@ -1,6 +1,7 @@
 """Parts of built models: finding, naming, replacing, tracing and counting them."""
 
 import contextlib
+import functools
 import math
 import re
 
@@ -129,14 +130,10 @@ def call_symbolically(model, inputs, around=None, start=None, parts=None):
     training = is_layer and model._call_has_training_arg
     known = {"training": False} if training else {}
 
-    def hook(layer):
-        call, function = layer.call, around[id(layer)]
-        layer.call = lambda *args, **kwargs: function(call, *args, **kwargs)
-
     with contextlib.ExitStack() as stack:
         for layer in parts:
             if id(layer) in around:
-                hook(layer)
+                layer.call = functools.partial(around[id(layer)], layer.call)
                 stack.callback(vars(layer).pop, "call", None)
 
         def call(inputs):
