@@ -315,7 +315,8 @@ LONG = {
         "test_same_outputs_when_loaded",
     ),
     "models/test_channels_first.py": _cases(
-        "test_numbers_are_those_of_channels_last", "recipe", "another_resolution"
+        "test_numbers_are_those_of_channels_last",
+        *("another_resolution", "fit_pairs", "recipe", "upcycle"),
     ),
     "models/test_contrastive_preprocessor.py": _cases(
         "test_bad_captions_in_a_pipeline", "bad1-more than sequence_length=8"
@@ -363,7 +364,14 @@ LONG = {
     ),
     "layers/test_one_graph.py": _cases(
         "test_one_graph_in_training",
-        *("dropless", "bias", "race", "expert choice", "sinkhorn token choice"),
+        *(
+            "dropless",
+            "token choice",
+            "bias",
+            "race",
+            "expert choice",
+            "sinkhorn token choice",
+        ),
         *("identity", "sinkhorn expert choice", "sparse transport", "soft"),
         "soft with noise",
     ),
@@ -498,7 +506,11 @@ LONG = {
     "training/test_pipeline.py": ("test_rand_augment_differs_from_image_to_image",),
     "training/test_finetuning.py": ("test_between_two_trainings",),
     "training/test_paper_recipes.py": _cases(
-        "test_recipe", "imagenet_from_scratch", "vmoe_15b_pretraining", "vtab"
+        "test_recipe",
+        "imagenet_from_scratch",
+        "soft_moe_pretraining",
+        "vmoe_15b_pretraining",
+        "vtab",
     ),
 }
 
