@@ -149,8 +149,12 @@ def quick(keras_call):
 
     @functools.wraps(keras_call)
     def call(layer, *args, **kwargs):
-        tensors = _converted(layer, args) if _is_plain(layer) else None
         context = global_state.get_global_attribute("current_call_ctx")
+        if context is None:
+            # Tensors of the processor go to the device of Keras.
+            convert = keras.ops.convert_to_tensor
+            args = [convert(x) if torch.is_tensor(x) else x for x in args]
+        tensors = _converted(layer, args) if _is_plain(layer) else None
         training = kwargs.get("training")
         known = context and context.get_value("training")
         # An argument may differ from the one around, which Keras then changes.
