@@ -45,13 +45,10 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL}
 def atomic_file(path, room=0):
     """Write a file aside and move it into place when it is complete.
 
-    Other files written beside it, for formats of several files, are moved first.
-    Symbolic links are followed. The new file gets the mode of the old one, and its
-    owner where the system permits it.
-
-    `room` are bytes that must be free before writing starts. Yields the path of the
-    file to write, with the same suffixes. Raises `WriteError` (an `OSError` and a
-    `ValueError`) if the system refuses, or the path is of another kind.
+    Other files written beside it are moved first. Symbolic links are followed, mode and
+    owner kept. `room` are bytes that must be free. Yields the path to write, with the
+    same suffixes. Raises `WriteError` (an `OSError` and a `ValueError`) if the system
+    refuses, or the path is of another kind.
     """
     with wrap_os_errors(path):
         target = _resolved(path)
@@ -88,25 +85,16 @@ def atomic_directory(directory, marks, keep=lambda path: True, room=0):
     """Write a directory aside and move it into place when it is complete.
 
     A new directory appears atomically. In an existing one files are replaced by rename,
-    one after the other, and all others are kept. If one cannot be replaced, all are
-    restored; if the process is killed meanwhile, `restore_interrupted` replaces the
-    rest. `read_whole` waits for it; other readers may see files of two versions for an
-    instant. Symbolic links are followed.
+    one after the other, and others are kept; if the process is killed meanwhile,
+    `restore_interrupted` replaces the rest. Symbolic links are followed.
 
-    Args:
-        directory: str or path, created if it does not exist.
-        marks: list of patterns of names, for example `["*.weights.h5"]`. Existing files
-            are replaced only in a directory with a file that matches one of them.
-        keep: callable that takes the relative `pathlib.Path` of an existing file that
-            was not written again, after the others are, and returns whether to keep it.
-        room: int, see `atomic_file`.
+    Existing files are replaced only in a directory with a file that matches one of the
+    patterns `marks`. `keep` takes the relative path of an existing file that was not
+    written again, and returns whether to keep it. `room` is as in `atomic_file`.
 
-    Yields:
-        `pathlib.Path` of an empty directory to write to.
-
-    Raises:
-        WriteError: (an `OSError` and a `ValueError`) if the system refuses, the path is
-            of another kind, or a file would be replaced in a directory without a mark.
+    Yields an empty directory to write to. Raises `WriteError` (an `OSError` and a
+    `ValueError`) if the system refuses, the path is of another kind, or a file would be
+    replaced in a directory without a mark.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(wrap_os_errors(directory))
@@ -195,11 +183,7 @@ def _version(directory):
 
 @contextlib.contextmanager
 def one_process(path, waiting=None):
-    """Hold a lock that one process has at a time; the others wait, and print `waiting`.
-
-    The lock ends with the process. (No process waits on Windows, or where a file system
-    has no locks.)
-    """
+    """Hold a lock that one process has at a time; others print `waiting` and wait."""
     try:
         import fcntl
     except ImportError:

@@ -59,6 +59,7 @@ RUNS_ON = {
     "checkpoints/test_checkpoint_fuzz.py": ("jax",),
     "checkpoints/test_hostile_checkpoints.py": ("torch",),
     "checkpoints/test_remote.py": ("tensorflow",),
+    "checkpoints/test_npz.py": ("tensorflow", "torch"),
     "checkpoints/test_safetensors.py": ("tensorflow",),
     "checkpoints/test_vit*.py": ("torch",),
     # Each use of Keras is tested on all where the library makes it.
@@ -105,6 +106,7 @@ RUNS_ON = {
     "models/test_pruning.py": ("torch",),
     "converters/test_upcycling_starts.py": ("torch",),
     "reference/test_coverage.py": ("torch",),
+    "reference/test_reference_transport.py": ("tensorflow", "torch"),
     "test_benchmarks.py": ("torch",),
     "test_checks.py": ("torch",),
     "test_each_file_has_tests.py": ("torch",),
@@ -136,16 +138,18 @@ RUNS_ON = {
 # faults of `guards/faults.py` are seen on each backend.
 ON_ALL = {
     "analysis/test_soft.py": ("test_every_number_of_a_block",),
-    "models/test_balance.py": ("test_the_metric_is_the_loss_of_the_routers",),
+    "models/test_balance.py": (
+        "test_the_metric_is_the_loss_of_the_routers@tensorflow",
+    ),
     "models/test_fitting.py": (
         "test_loop_of_jax[sparse]",
         "test_loop_of_tensorflow[sparse]",
         "test_no_step_after_the_last_batch@jax",
     ),
     "models/test_image_classifier.py": (
-        "test_fit_learns",
-        "test_keras_file[sparse]",
-        "test_mixed_precision",
+        "test_fit_learns@jax",
+        "test_keras_file[sparse]@jax",
+        "test_mixed_precision@tensorflow",
     ),
     "models/test_mutable_routing.py": ("test_compiled_functions_obey",),
     "models/test_run_checks.py": (
@@ -172,7 +176,7 @@ ON_ALL = {
     ),
     "layers/test_attention.py": (
         "test_attention",
-        "test_attention_pooling@jax",
+        "test_attention_pooling@tensorflow",
         "test_dense_encoder_block@tensorflow",
     ),
     "layers/test_derivatives.py": (
@@ -182,7 +186,7 @@ ON_ALL = {
     ),
     "layers/test_dropless.py": (
         "test_the_twin[nearly all tokens to one expert]@tensorflow",
-        "test_the_twin[odd widths]",
+        "test_the_twin[odd widths]@tensorflow",
         "test_the_twin[two choices, some tokens masked]",
         "test_where_rows_cannot_be_counted",
     ),
@@ -197,7 +201,7 @@ ON_ALL = {
     ),
     "layers/test_lora.py": (
         "test_forward_and_gradients_are_those_of_numpy",
-        "test_lora_of_a_quantized_bank[quantize-int4]@jax",
+        "test_lora_of_a_quantized_bank[quantize-int4]@tensorflow",
     ),
     "layers/test_masks.py": (
         "test_attention_pooling@tensorflow",
@@ -205,7 +209,7 @@ ON_ALL = {
         "test_like_a_shorter_sequence[batch priority-1-auto]@jax",
         "test_like_a_shorter_sequence[dropless-4-einsum]",
         "test_like_a_shorter_sequence[expert choice-None-gather]@tensorflow",
-        "test_like_a_shorter_sequence[soft-4-auto]@jax",
+        "test_like_a_shorter_sequence[soft-4-auto]@tensorflow",
         "test_sequence_without_any_token[soft]@tensorflow",
         "test_sequence_without_any_token[batch priority]@jax",
         "test_text_tower[gap]@tensorflow",
@@ -225,12 +229,12 @@ ON_ALL = {
         "test_dropped_token_comes_back_as_zeros",
         "test_groups_of_images_compete_for_slots",
         "test_padding_takes_no_slot",
-        "test_padding_under_a_soft_router",
+        "test_padding_under_a_soft_router@tensorflow",
         "test_tokens_are_rounded_on_their_way[gather]",
     ),
     "layers/test_quantized_experts.py": (
         "test_experts_with_banks_in_int8_and_int4[which0-False]@tensorflow",
-        "test_int4_rounds_each_block_of_each_expert[7-5-3]@jax",
+        "test_int4_rounds_each_block_of_each_expert[7-5-3]@tensorflow",
     ),
     "layers/test_soft_moe.py": ("test_slots_mix_the_tokens_themselves",),
     "layers/test_limoe_block.py": (
@@ -239,7 +243,7 @@ ON_ALL = {
     ),
     "converters/test_add_experts.py": ("test_family[ViT]@jax",),
     "models/test_convertible_presets.py": ("test_converted_at_first_use",),
-    "models/test_from_preset.py": ("test_fine_tuning_and_saving_over@jax",),
+    "models/test_from_preset.py": ("test_fine_tuning_and_saving_over@tensorflow",),
     "models/test_whole_images.py": ("test_layers_of_a_user[convolution]",),
     "routers/test_balanced.py": (
         "test_load_is_even_after_500_steps",
@@ -295,6 +299,7 @@ def _cases(function, *cases):
 # Tests of long programs, of parts that shorter tests cover, and cases of which shorter
 # ones are like them: `make test-all` runs them. `*` is every test of a file.
 LONG = {
+    "analysis/test_report.py": ("test_sparse_backbone",),
     "analysis/test_routing.py": _cases(
         "test_blocks_are_chosen",
         *("by_class", "by_position", "concentration", "tokens_per_slot"),
@@ -310,9 +315,40 @@ LONG = {
         "test_same_outputs_when_loaded",
     ),
     "models/test_channels_first.py": _cases(
-        "test_numbers_are_those_of_channels_last", "recipe", "another_resolution"
+        "test_numbers_are_those_of_channels_last",
+        *("another_resolution", "fit_pairs", "recipe", "upcycle"),
     ),
+    "models/test_contrastive_preprocessor.py": _cases(
+        "test_bad_captions_in_a_pipeline", "bad1-more than sequence_length=8"
+    ),
+    "models/test_data.py": (
+        *_cases("test_grey_images", "False"),
+        *_cases("test_kinds_of_images", "float16", "float64", "int64"),
+    ),
+    "models/test_from_preset.py": (
+        *_cases("test_other_resolution", "image_shape0-gap", "image_shape1-token"),
+        *_cases("test_predictions_survive", "dense"),
+    ),
+    "models/test_image_classifier.py": (
+        *_cases("test_keras_file", "dense"),
+        *_cases("test_fit_evaluate_predict_in_any_batch_size", 1),
+        "test_a_crossentropy_by_name_is_that_of_the_logits[categorical_crossentropy]",
+        *_cases(
+            "test_default_metric_is_for_the_labels_of_the_loss",
+            *("mse", "categorical_crossentropy"),
+        ),
+    ),
+    "models/test_pruning.py": (
+        *_cases("test_pruned_model_is_saved_and_loaded", "router_drop"),
+        *_cases("test_what_is_pruned_is_gone", "router_drop"),
+    ),
+    "models/test_run_checks.py": _cases(
+        "test_other_weights_than_those_of_the_optimizer", "unfreeze"
+    ),
+    "models/test_two_towers.py": ("test_preset[True]",),
     "models/test_fitting.py": (
+        "test_loss_scaling[False]",
+        "test_model_checkpoint[{epoch}.weights.h5]",
         "test_compiled_once_for_a_shape",
         "test_jit_compile",
         "test_one_graph",
@@ -328,7 +364,14 @@ LONG = {
     ),
     "layers/test_one_graph.py": _cases(
         "test_one_graph_in_training",
-        *("dropless", "bias", "race", "expert choice", "sinkhorn token choice"),
+        *(
+            "dropless",
+            "token choice",
+            "bias",
+            "race",
+            "expert choice",
+            "sinkhorn token choice",
+        ),
         *("identity", "sinkhorn expert choice", "sparse transport", "soft"),
         "soft with noise",
     ),
@@ -338,11 +381,20 @@ LONG = {
         *_cases("test_it_is_said_where_outputs_change", *range(1, 21, 2)),
         *_cases("test_rule", "predicate", "sequential"),
     ),
-    "converters/test_dense_model.py": _cases(
-        "test_another_resolution_of_dinov2", "DINOV2Backbone, registers"
+    "converters/test_dense_model.py": (
+        *_cases("test_another_resolution_of_dinov2", "DINOV2Backbone, registers"),
+        *_cases("test_presets", "DINOV2Backbone, registers"),
+        *_cases("test_upcycled", "ViTBackbone, rectangle", "ViTBackbone, epsilon"),
     ),
     "converters/test_graphs_over_models.py": (
+        "test_files_are_read_in_a_new_process",
         "test_segmenter_with_experts",
+        "test_quantized_graph",
+        *_cases("test_graph_with_factors_of_lora", "GPT-2"),
+        *_cases(
+            "test_public_attributes_are_kept",
+            *("DeiT", "DINOv2", "SigLIP", "Swin", "RoBERTa", "DistilBERT", "OPT"),
+        ),
         *_cases(
             "test_configuration_is_a_copy",
             *("add_experts(task)", "classifier", "text", "layer of a model"),
@@ -351,6 +403,9 @@ LONG = {
             "test_graph_is_loaded_equal",
             *(*_OTHER_FAMILIES, "DINOv2", "CLIP", "Swin", "BERT"),
         ),
+    ),
+    "converters/test_to_dense.py": _cases(
+        "test_models_of_keras_hub", "DINOv2, SwiGLU", "CLIP"
     ),
     "datasets/test_samples.py": ("test_it_is_what_the_generator_draws[glyphs]",),
     "distribution/test_parallel.py": (
@@ -361,8 +416,9 @@ LONG = {
         "test_factors_of_lora_lie_with_their_experts",
         "test_what_adafactor_keeps_lies_with_its_experts",
     ),
+    "distribution/test_backup.py": _cases("test_what_global_generators_draw", 6, 10),
     "distribution/test_data_parallel.py": (
-        "test_replicas_route_smaller_groups_than_one_model@torch",
+        "test_replicas_route_smaller_groups_than_one_model",
     ),
     "distribution/test_mesh_plan.py": ("test_every_preset_has_a_plan",),
     "distribution/test_plan_transfers.py": (
@@ -379,8 +435,12 @@ LONG = {
     "evaluation/test_model_cost.py": ("test_largest_preset_is_not_built",),
     "evaluation/test_sweeps.py": ("test_random_routers[layers1]",),
     "examples/test_docstrings.py": (
-        "test_examples_run[evaluation.Sweep]",
-        "test_examples_run[exporting.export_model]",
+        *_cases(
+            "test_examples_run",
+            *("analysis.BlockStatistics", "analysis.RoutingMonitor"),
+            *("evaluation.Sweep", "evaluation.routing_sweep"),
+            "exporting.export_model",
+        ),
     ),
     "examples/test_pages.py": _cases(
         "test_page_runs",
@@ -392,6 +452,7 @@ LONG = {
         "test_program",
         "test_results",
     ),
+    "experiments/test_runs.py": ("test_an_interrupted_run_ends_with_the_same_results",),
     "experiments/test_presets.py": ("test_a_glyph_preset_is_trained",),
     "exporting/test_export.py": (
         "test_classes_and_options_of_this_program_only",
@@ -405,8 +466,11 @@ LONG = {
         "test_what_dense_models_were_trained_with",
     ),
     "guards/test_faults.py": ("test_a_planted_fault_is_seen",),
-    "guards/test_golden.py": ("test_costs[list]",),
-    "examples/test_guides.py": ("test_guide",),
+    "guards/test_golden.py": (
+        "test_costs[list]",
+        "test_predictions_of_the_trained_presets[all]",
+    ),
+    "examples/test_guides.py": ("*",),
     "routers/test_balanced.py": ("test_load_is_even_after_500_steps",),
     "routers/test_recording.py": ("test_inside_a_compiled_function",),
     "test_files.py": ("test_one_process_at_a_time",),
@@ -432,9 +496,21 @@ LONG = {
         "test_short_form",
     ),
     "training/test_contrastive_recipes.py": ("test_recipe",),
+    "reference/test_reference_transport.py": (
+        *_cases("test_transport_router", "d_ks_items_odd-converged"),
+        *_cases(
+            "test_transport_from_ops",
+            *("d_ks_experts_odd-k2_converged", "d_sp_items_odd-converged"),
+        ),
+    ),
+    "training/test_pipeline.py": ("test_rand_augment_differs_from_image_to_image",),
     "training/test_finetuning.py": ("test_between_two_trainings",),
     "training/test_paper_recipes.py": _cases(
-        "test_recipe", "imagenet_from_scratch", "vmoe_15b_pretraining", "vtab"
+        "test_recipe",
+        "imagenet_from_scratch",
+        "soft_moe_pretraining",
+        "vmoe_15b_pretraining",
+        "vtab",
     ),
 }
 
@@ -468,15 +544,18 @@ def selected(items, folder):
 
 
 def shared(items):
-    """Of the cases of a test JAX runs every second, and TensorFlow the others.
+    """Of the cases of a test JAX, slow to compile, runs a third, TensorFlow the rest.
 
-    Of those of `reference/`, numbers of the papers' own code, each runs a third.
+    Of those of `reference/`, numbers of the papers' own code, it is another third.
     """
-    first = BACKEND == "tensorflow"
     for _, tests in itertools.groupby(items, key=lambda i: (i.path, i.originalname)):
         tests = list(tests)
-        step = 3 if tests[0].path.parent.name == "reference" else 2
-        yield from tests if len(tests) < 3 else tests[first::step]
+        is_reference = tests[0].path.parent.name == "reference"
+        for index, test in enumerate(tests):
+            rest = index % 3
+            on_jax, on_tensorflow = rest == 0, rest == 1 or (rest and not is_reference)
+            if len(tests) == 1 or (on_jax if BACKEND == "jax" else on_tensorflow):
+                yield test
 
 
 def parameters(item):

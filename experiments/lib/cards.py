@@ -1,6 +1,7 @@
 """Trained presets: their weights, metadata and cards, and the record of trainings."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -12,8 +13,6 @@ from keras_softmoe.catalogue import (
     CONFIG_FILE,
     METADATA_FILE,
     PRESET_MARKS,
-    front_matter,
-    without_front_matter,
 )
 from keras_softmoe.files import atomic_directory, atomic_file
 
@@ -25,6 +24,17 @@ _DATASETS = {
     "glyphs": "synthetic-glyphs",
     "letters": "synthetic-letters",
     "shapes": "synthetic-captioned-shapes",
+}
+_PIPELINES = {
+    "ImageClassifier": "image-classification",
+    "ContrastiveTask": "zero-shot-image-classification",
+}
+# Names of the data in the metadata's accuracies: an identifier, and a name to read.
+_MEASURED_ON = {
+    "glyphs": ("synthetic-glyphs", "synthetic glyphs, new images"),
+    "letters": ("synthetic-letters", "synthetic letters, new images"),
+    "digits": ("scikit-learn-digits", "handwritten digits of scikit-learn, one half"),
+    "scenes": ("synthetic-captioned-shapes", "synthetic scenes of shapes, new images"),
 }
 # Results of a training that are accuracies, and on what they are.
 _MEASURED = {
@@ -111,10 +121,71 @@ def with_front_matter(directory, name, card):
     head = front_matter(
         name,
         read_metadata(directory),
-        datasets=(_DATASETS[name.rpartition("_")[2]],),
+        _DATASETS[name.rpartition("_")[2]],
         is_mixture=config["config"]["router"] is not None,
     )
     return head + without_front_matter(card)
+
+
+def front_matter(name, metadata, dataset, is_mixture):
+    """Return the head of a card, YAML between dashes, as hubs read it.
+
+    `metadata` is the content of `metadata.json`, `dataset` the hub's identifier.
+    """
+    pipeline = _PIPELINES[metadata["tasks"][0]]
+    kinds = ["mixture-of-experts"] if is_mixture else []
+    fields = {
+        "library_name": "keras-hub",
+        "license": "apache-2.0",
+        "pipeline_tag": pipeline,
+        "tags": ["keras", "keras-softmoe", "vision-transformer", *kinds],
+        "datasets": [dataset],
+        "model-index": [{"name": name, "results": _results(metadata, pipeline)}],
+    }
+    lines = _lines(fields)
+    return "\n".join(["---", *lines, "---", "", ""])
+
+
+def without_front_matter(card):
+    """Return the card that a reader sees, without the head for hubs."""
+    return re.sub(r"\A---\n.*?\n---\n+", "", card, flags=re.DOTALL)
+
+
+def _results(metadata, pipeline):
+    """Return the results for each data set, with deviations in the names of metrics."""
+    found = {}
+    for measure, value in metadata["accuracy"].items():
+        data, _, how = measure.partition(", ")
+        deviation = metadata["accuracy_std"].get(measure)
+        spread = f", mean, standard deviation {deviation:.4f}" if deviation else ""
+        name = f"accuracy, {how}{spread}"
+        found.setdefault(data, []).append(
+            {"type": "accuracy", "name": name, "value": round(value, 4)}
+        )
+    return [
+        {
+            "task": {"type": pipeline},
+            "dataset": dict(zip(("type", "name"), _MEASURED_ON[data], strict=True)),
+            "metrics": metrics,
+        }
+        for data, metrics in found.items()
+    ]
+
+
+def _lines(fields, indent=""):
+    """Yield lines of YAML of a dict. Scalars and lists of str are written as JSON."""
+    for key, value in fields.items():
+        if isinstance(value, dict):
+            yield f"{indent}{key}:"
+            yield from _lines(value, indent + "  ")
+        elif isinstance(value, list) and isinstance(value[0], dict):
+            yield f"{indent}{key}:"
+            for item in value:
+                first, *others = _lines(item, indent + "  ")
+                yield f"{indent}- {first.lstrip()}"
+                yield from others
+        else:
+            yield f"{indent}{key}: {json.dumps(value)}"
 
 
 def machine():

@@ -4,7 +4,13 @@ import re
 
 import numpy as np
 
-from experiments.lib.cards import CARD, read_runs, spread, with_front_matter
+from experiments.lib.cards import (
+    CARD,
+    read_runs,
+    spread,
+    with_front_matter,
+    without_front_matter,
+)
 from experiments.lib.comparisons import difference
 from experiments.pages.results import points
 from keras_softmoe import catalogue
@@ -264,7 +270,7 @@ def gallery():
         parts.append(f"### {name}")
         if drawn(name):
             parts.append(f"![How {name} routes](images/routing_{name}.png)")
-        card = catalogue.without_front_matter(_card(name))
+        card = without_front_matter(_card(name))
         parts.append(re.sub(r"^# .*\n", "", card).strip())
     return "\n\n".join(parts) + "\n"
 

@@ -235,15 +235,7 @@ def figure_method(part):
     """Return the method `plot` of the statistics of a block in a part of `Routing`."""
 
     def plot(self, figure: str, **options) -> Figure:  # noqa: D417
-        """Draw one block.
-
-        Args:
-            figure: str, a name in the table of figures.
-            **options: the options of the figure, see the table.
-
-        Raises:
-            ValueError: if the figure is unknown, or needs other statistics.
-        """
+        """Draw one block by the name of a figure, with options of that figure."""
         rows = ((name, row) for name, row in FIGURES.items() if row.part == part)
         check_choice(
             "figure", figure, [name for name, row in rows if row.applies(self)]

@@ -175,7 +175,13 @@ def examples(maps, experts=None):
                 ax.set(xlim=(0, max(1.1 * most, 1.1)), ylim=(-0.3, 1.05))
                 ax.set_aspect("equal")
                 probabilities = found.patch_probabilities[expert]
-                _draw_patches(ax, found.patches[expert], probabilities)
+                for index, patch in enumerate(found.patches[expert]):
+                    corner = (index * 1.1, 0, 1, 1)
+                    corner = ax.inset_axes(corner, transform=ax.transData)
+                    drawing.draw_image(corner, patch)
+                    corner.spines[:].set_visible(False)
+                    percent = _percent(probabilities[index])
+                    corner.set_xlabel(percent, fontsize=6, labelpad=1)
             else:
                 _write_words(ax, words[expert], found.word_probabilities[expert])
     title = f"Most probable tokens of experts, {drawing.block_title(maps.block)}"
@@ -344,14 +350,6 @@ def _draw_with_surroundings(ax, image):
     style = {"fill": False, "ec": drawing.PALETTE[1], "lw": 1.0}
     frame = drawing.import_matplotlib().patches.Rectangle
     ax.add_patch(frame((width, height), width, height, **style))
-
-
-def _draw_patches(ax, patches, probabilities):
-    for index, patch in enumerate(patches):
-        corner = ax.inset_axes((index * 1.1, 0, 1, 1), transform=ax.transData)
-        drawing.draw_image(corner, patch)
-        corner.spines[:].set_visible(False)
-        corner.set_xlabel(_percent(probabilities[index]), fontsize=6, labelpad=1)
 
 
 def _write_words(ax, words, probabilities):

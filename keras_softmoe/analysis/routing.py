@@ -164,8 +164,17 @@ def analyze(
     if labels is not None and hasattr(data, "shape"):
         check_labels(len(data), labels)
     pairs = streaming.pairs_of(model, data, captions, preprocessor)
-    if capacity_factors:
-        _check_has_capacity(backbone, routers, num_pictures)
+    if capacity_factors and (not num_pictures or streaming.is_limoe(backbone)):
+        raise ValueError(
+            "`capacity_factors` needs `num_pictures` and a `ViTMoEBackbone`. Received: "
+            f"num_pictures={num_pictures} with {type(backbone).__name__}."
+        )
+    for block, router in routers.items():
+        if capacity_factors and "eval_capacity_factor" not in router.mutable_settings:
+            raise ValueError(
+                "`capacity_factors` needs routers with a capacity. Received: "
+                f"block {block} with {type(router).__name__}."
+            )
     reducers = _reducers(backbone, routers, labels, tagger, num_pictures, pairs)
     run = list(reducers.values())
     if pairs is None:
@@ -213,20 +222,6 @@ def _reducers(backbone, routers, labels, tagger, num_pictures, pairs):
         elif pairs.tokens_choose:
             reducers["examples"] = ExampleReducer(pairs)
     return reducers
-
-
-def _check_has_capacity(backbone, routers, num_pictures):
-    if not num_pictures or streaming.is_limoe(backbone):
-        raise ValueError(
-            "`capacity_factors` needs `num_pictures` and a `ViTMoEBackbone`. Received: "
-            f"num_pictures={num_pictures} with {type(backbone).__name__}."
-        )
-    for block, router in routers.items():
-        if "eval_capacity_factor" not in router.mutable_settings:
-            raise ValueError(
-                "`capacity_factors` needs routers with a capacity. Received: "
-                f"block {block} with {type(router).__name__}."
-            )
 
 
 def _add_discarded(maps, backbone, capacity_factors):

@@ -286,7 +286,7 @@ class Pairs:
         if len(counts) != 1 or 0 in counts:
             raise ValueError(
                 "Images and captions must be equal in number, one or more; `None` "
-                f"leaves one of them out. Received: {given or None}."
+                f"leaves one of them out. Received: {given or 'neither'}."
             )
         (self.num_pairs,) = counts
         self.images, self.captions = images, captions

@@ -85,10 +85,9 @@ def count(settings, batch_size: int | None = None) -> Counts:
 def count_products(call, layers, inputs, times=None) -> int:
     """Return the multiply-adds in the matrix products of a call on shapes.
 
-    Products that go through Keras are counted where they are computed. Attention, MLPs
-    and experts use functions of the backend, and are counted by shapes instead.
     `inputs` are (structures of) `keras.KerasTensor`, `layers` those that `call` calls,
-    and `times` is a dict from their ids to how often they count.
+    and `times` is a dict from their ids to how often they count. Functions of the
+    backend in attention, MLPs and experts are counted by shapes.
     """
     with without_values(), counted_products() as products:
 

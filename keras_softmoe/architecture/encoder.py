@@ -68,7 +68,20 @@ class Encoder(Mixture):
         checks.check_num_heads(self.num_heads, self.hidden_dim)
         if self.expert_mlp_dim is not None:
             checks.check_whole_numbers(1, expert_mlp_dim=self.expert_mlp_dim)
-        self._set(moe_layers=_block_indices(self.moe_layers, self.num_layers))
+        given, most = self.moe_layers, self.num_layers
+        indices = tuple(given) if np.iterable(given) else (None,)
+        # One more than there are blocks is an error already.
+        indices = indices[: most + 1]
+        if (
+            not all(checks.is_whole_number(index, 0) for index in indices)
+            or len(set(indices)) < len(indices)
+            or max(indices, default=0) >= most
+        ):
+            raise ValueError(
+                f"`moe_layers` must be block indices from 0 to {most - 1}, each at "
+                f"most once. {checks.received(moe_layers=given, num_layers=most)}"
+            )
+        self._set(moe_layers=tuple(sorted(indices)))
         is_list = isinstance(self.router, list | tuple)
         if is_list and len(self.router) != len(self.moe_layers):
             raise ValueError(
@@ -168,21 +181,3 @@ class EncoderLayers:
 def moe_layers_of(model: keras.Model) -> list[MoE]:
     """Return all `layers.MoE` in a model."""
     return [layer for layer in flatten_layers(model) if isinstance(layer, MoE)]
-
-
-def _block_indices(moe_layers, num_layers):
-    """Return the indices of MoE blocks in ascending order, or raise."""
-    indices = tuple(moe_layers) if np.iterable(moe_layers) else (None,)
-    # One more than there are blocks is an error already.
-    indices = indices[: num_layers + 1]
-    if (
-        not all(checks.is_whole_number(index, 0) for index in indices)
-        or len(set(indices)) < len(indices)
-        or max(indices, default=0) >= num_layers
-    ):
-        raise ValueError(
-            f"`moe_layers` must be block indices from 0 to {num_layers - 1}, each at "
-            "most once. "
-            + checks.received(moe_layers=moe_layers, num_layers=num_layers)
-        )
-    return tuple(sorted(indices))

@@ -120,23 +120,17 @@ class ImageLayers:
                 name="pre_logits",
             )
 
-    def encode(self, images):
-        """Map `(B, height, width, channels)` images to `(B, S, D)` tokens."""
+    def __call__(self, images):
+        """Map images to the `(B, S, D)` tokens and the pooled output, a dict."""
         for layer in self.embedding:
             images = layer(images)
-        return self.encoder(images)
-
-    def pool(self, tokens):
-        """Map `(B, S, D)` tokens to the pooled output."""
+        tokens = self.encoder(images)
         registers = self.vit.num_registers
         pooling, attention = self.vit.pooling, self.attention_pooling
         vector = pool(tokens, pooling, attention, num_registers=registers)
-        return vector if self.pre_logits is None else self.pre_logits(vector)
-
-    def __call__(self, images):
-        """Map images to the tokens and the pooled output, a dict."""
-        tokens = self.encode(images)
-        return {"sequence_output": tokens, "pooled_output": self.pool(tokens)}
+        if self.pre_logits is not None:
+            vector = self.pre_logits(vector)
+        return {"sequence_output": tokens, "pooled_output": vector}
 
 
 @record
@@ -176,19 +170,12 @@ class TextLayers:
         if text.pooling == "map":
             self.attention_pooling = text.attention_pooling("attention_pooling")
 
-    def encode(self, token_ids):
-        """Map `(B, S)` token ids to `(B, S, D)` tokens and their mask, or `None`."""
-        mask = self.embedding.compute_mask(token_ids)
-        return self.encoder(self.embedding(token_ids), mask=mask), mask
-
-    def pool(self, tokens, mask):
-        """Map `(B, S, D)` tokens to the pooled output."""
-        return pool(tokens, self.text.pooling, self.attention_pooling, mask)
-
     def __call__(self, token_ids):
-        """Map token ids to the tokens and the pooled output, a dict."""
-        tokens, mask = self.encode(token_ids)
-        return {"sequence_output": tokens, "pooled_output": self.pool(tokens, mask)}
+        """Map `(B, S)` token ids to the tokens and the pooled output, a dict."""
+        mask = self.embedding.compute_mask(token_ids)
+        tokens = self.encoder(self.embedding(token_ids), mask=mask)
+        vector = pool(tokens, self.text.pooling, self.attention_pooling, mask)
+        return {"sequence_output": tokens, "pooled_output": vector}
 
 
 def patch_embedding(settings):

@@ -17,8 +17,4 @@ from keras_softmoe.catalogue.lookup import (
     rows as rows,
     write as write,
 )
-from keras_softmoe.catalogue.preset_files import (
-    front_matter as front_matter,
-    without_front_matter as without_front_matter,
-)
 from keras_softmoe.catalogue.row import moe_blocks as moe_blocks

@@ -140,7 +140,7 @@ def write(name: str, directory: str | os.PathLike) -> str:
     """Write a preset without weights as a directory in KerasHub's format.
 
     KerasHub's classes and tools need it, `from_preset` does not. The directory has the
-    configuration, the image preprocessing and a model card.
+    configuration and the image preprocessing.
 
     Args:
         name: str, the name of a preset of the kind `"architecture"` or `"convertible"`.
@@ -304,20 +304,6 @@ def _read_config_file(path):
         raise ValueError(
             f"The directory '{path}' is not a preset: it has no {CONFIG_FILE}."
         )
-    _check_files(path)
-    with explain_errors(path):
-        saved = json.loads(file.read_text(encoding="utf-8"))
-    name = saved.get("registered_name") if isinstance(saved, dict) else None
-    if not str(name).startswith("keras_softmoe>"):
-        raise ValueError(
-            f"The preset in '{path}' is not one of keras_softmoe: its {CONFIG_FILE} "
-            f"was made for {quote(name)}."
-        )
-    return saved
-
-
-def _check_files(path):
-    """Raise if an entry of a preset is not a file, or a JSON file is too large."""
     for folder, folders, files in os.walk(path):
         # Other processes write aside, below such names.
         folders[:] = [name for name in folders if not name.startswith("..")]
@@ -335,3 +321,12 @@ def _check_files(path):
                     f"{file.stat().st_size:,} bytes, and no configuration has more "
                     f"than {_MAX_TEXT_BYTES:,}."
                 )
+    with explain_errors(path):
+        saved = json.loads(file.read_text(encoding="utf-8"))
+    name = saved.get("registered_name") if isinstance(saved, dict) else None
+    if not str(name).startswith("keras_softmoe>"):
+        raise ValueError(
+            f"The preset in '{path}' is not one of keras_softmoe: its {CONFIG_FILE} "
+            f"was made for {quote(name)}."
+        )
+    return saved

@@ -62,11 +62,7 @@ class Row:
 
 
 def preset_name(family, sizes, model, *marks, image_size=IMAGE_SIZE):
-    """Return a preset's name, such as `vit_base_patch16_224` for `"B/16"`.
-
-    `sizes` is a dict from the paper's letters to sizes, of which the first is a word.
-    Empty `marks`, the part between patch and image size, are left out.
-    """
+    """Return a preset's name, such as `vit_base_patch16_224`, without empty `marks`."""
     letter, patch = model.split("/")
     parts = [family, sizes[letter][0], f"patch{patch}", *filter(None, marks)]
     return "_".join([*parts, str(image_size)])

@@ -90,10 +90,10 @@ class Checkpoint(collections.abc.Mapping):
 
 @contextlib.contextmanager
 def open_file(path, kind):
-    """Open a file on this machine, with errors that name it.
+    """Open a file on this machine, and yield it and its size.
 
-    Yields a binary file and its size; `kind` is a noun, such as "an .npz file". Any
-    error in the scope becomes a `CheckpointError`.
+    `kind` is a noun, such as "an .npz file". An error in the scope becomes a
+    `CheckpointError` that names the file.
     """
     try:
         # Reading a pipe or a device could block forever.

@@ -49,11 +49,7 @@ def local_copy(prefix):
 
 
 def download_checkpoint(prefix, folder, verbose=1, keep=False):
-    """Copy the files of a checkpoint into a folder, and return their prefix there.
-
-    `prefix` is the common part of the files, for example `gs://bucket/name`, or a
-    single `.npz` or `.safetensors` file. With `keep` existing files are kept.
-    """
+    """Copy a file, or all with a common prefix, and return the path or prefix there."""
     copy = str(Path(folder, prefix.rpartition("/")[2]))
     if is_one_file(prefix):
         _copy(prefix, copy, verbose, keep)

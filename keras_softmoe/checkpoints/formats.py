@@ -63,9 +63,7 @@ def read_checkpoint(source: str | os.PathLike) -> Checkpoint:
 def read_parameters(source, num_heads=None, image_shape=None, head=True):
     """Open the parameters of a model under V-MoE's names, in any supported format.
 
-    `source` is as in `read_checkpoint`, or a `Checkpoint` under V-MoE's names; of a
-    training state only the parameters are returned. The other arguments are those of
-    `read_torch_names`.
+    `source` is as in `read_checkpoint`, the others are as in `read_torch_names`.
     """
     checkpoint = source
     if not isinstance(source, Checkpoint):

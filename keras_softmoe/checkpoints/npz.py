@@ -55,11 +55,7 @@ _MAX_BLOCKS = 1024
 
 
 def read_vit_checkpoint(path):
-    """Open an `.npz` file under V-MoE's names, see `read_checkpoint`.
-
-    Supported are the original repository and AugReg, in both numberings of the blocks'
-    children, and big_vision: blocks stacked or not, the image tower of two (SigLIP).
-    """
+    """Open an `.npz` file under V-MoE's names, see `read_checkpoint`."""
     arrays = {
         member: _lazy(path, member, shape, dtype)
         for member, shape, dtype in _members(path)

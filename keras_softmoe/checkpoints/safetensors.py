@@ -43,11 +43,7 @@ _DTYPES = {
 
 
 def read_safetensors(path):
-    """Open a file in the safetensors format, see `read_checkpoint`.
-
-    The header is checked first: every array must be complete at its offsets, and all of
-    them together fill the file. Source: the format's documentation (version 0.8).
-    """
+    """Open a file in the safetensors format (version 0.8), see `read_checkpoint`."""
     arrays, places = {}, []
     with _open(path) as (file, size):
         length = int.from_bytes(file.read(_LENGTH), "little")
@@ -260,10 +256,8 @@ def read_torch_names(
 ):
     """Return the parameters of a PyTorch Vision Transformer under V-MoE's names.
 
-    `checkpoint` has names of `timm` or `transformers`, `about` is the content of the
-    `config.json` beside the file, and `num_heads` is used if neither that nor the width
-    determines it. The `settings` of the result are arguments of the backbone that do
-    not follow from names and shapes.
+    `about` is the content of the `config.json` beside the file, and `num_heads` is used
+    if neither that nor the width determines it.
     """
     about = about or {}
     if isinstance(nested := about.get("vision_config"), dict):
@@ -288,7 +282,15 @@ def read_torch_names(
     if len(shape) != 4 or 0 in shape:
         raise CheckpointError(f"{name!r} in '{path}' has the shape {shape}, not four.")
     width, _, *patch_size = shape
-    num_heads = _num_heads(width, about, num_heads, path)
+    num_heads = num_heads or about.get("num_attention_heads") or _HEADS.get(width)
+    if num_heads is None and width % 64 == 0:
+        num_heads = width // 64
+    if not isinstance(num_heads, int) or num_heads < 1 or width % num_heads:
+        raise CheckpointError(
+            f"'{path}' does not determine the number of attention heads of a model "
+            f"that is {width} wide: pass `num_heads`, or put the model's config.json "
+            f"beside the file. Received: {num_heads!r}."
+        )
     arrays = {}
     for n in checkpoint:
         if head or not re.fullmatch(_TWO_HEADS, n):
@@ -306,19 +308,6 @@ def read_torch_names(
         registers = arrays[REGISTERS].shape[1] if REGISTERS in arrays else 0
         covered = (0, of_classes + registers)
     return Checkpoint(place_tokens(arrays, covered, num_patches), settings)
-
-
-def _num_heads(width, about, given, path):
-    found = given or about.get("num_attention_heads") or _HEADS.get(width)
-    if found is None and width % 64 == 0:
-        found = width // 64
-    if not isinstance(found, int) or found < 1 or width % found:
-        raise CheckpointError(
-            f"'{path}' does not determine the number of attention heads of a model "
-            f"that is {width} wide: pass `num_heads`, or put the model's config.json "
-            f"beside the file. Received: {found!r}."
-        )
-    return found
 
 
 def _settings(rules, arrays, about, path):

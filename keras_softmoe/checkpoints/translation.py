@@ -205,11 +205,9 @@ def _heads(width, num_heads):
 def place_tokens(arrays, covered, num_patches=None):
     """Convert tokens and positions to the layout of this library's models.
 
-    Libraries differ in both. Here all are converted to a class token with a position,
-    then registers without. The position of a register is added to the token, and a
-    class token without a position gets zeros. `covered` are the possible numbers of
-    tokens that have positions; `num_patches`, or else that patches form a square,
-    decides between several.
+    That is a class token with a position, then registers without. `covered` are the
+    possible numbers of tokens that have positions; `num_patches`, or else that patches
+    form a square, decides between several.
     """
     arrays = dict(arrays)
     extra = [arrays.pop(DISTILLATION_TOKEN, None), arrays.pop(REGISTERS, None)]

@@ -29,10 +29,8 @@ def read_vit_settings(
     """Return the `ViTSettings` of a model from names and shapes of its parameters.
 
     `shapes` is a dict from V-MoE's names. `image_shape` defaults to a square with one
-    patch for each learned position. `pooling` is `"gap"` (default) or `"first"`,
-    without a class token or attention pooling; `position_embedding` is `"sincos2d"`
-    (default) or `"none"`, without learned positions. `given` are settings that do not
-    follow from the parameters.
+    patch for each learned position. `given` are settings that do not follow from the
+    parameters; `pooling` and `position_embedding` are chosen where none are learned.
     """
     shapes = {name: tuple(shape) for name, shape in shapes.items()}
     empty = [name for name, shape in shapes.items() if 0 in shape]

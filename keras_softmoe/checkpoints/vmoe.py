@@ -57,11 +57,10 @@ class _Entry(NamedTuple):
 
 
 def read_sharded(prefix):
-    """Open a checkpoint in the sharded format, see `read_checkpoint`.
+    """Open a checkpoint in V-MoE's sharded format (version 20220622).
 
     Every array of the index must exist completely, once, and with its dtype. The memory
-    for a hostile file is bounded by a multiple of the file. Source: V-MoE's released
-    code (format of its checkpoints, version 20220622).
+    for a hostile file is bounded by a multiple of the file.
     """
     prefix = os.fspath(prefix)
     entries, shard_count = read_index(prefix)

@@ -85,7 +85,22 @@ def add_experts(
     check_names("`add_experts`", moe_settings, [*accepted, "by_image"])
     check_choice("by_image", moe_settings.get("by_image"), (None, False, True))
     check_choice("start", start, ("copies", "shared"))
-    _check_model(model)
+    if not isinstance(model, keras.Model):
+        raise ValueError(
+            "`model` must be a `keras.Model`, for example a backbone of KerasHub. "
+            f"Received: model={quote(model)}."
+        )
+    backbone = getattr(model, "backbone", model)
+    if isinstance(backbone, MoEBackbone) or hasattr(model, "text_backbone"):
+        raise ValueError(
+            "Models of this library get experts from `ksm.converters.upcycle`. "
+            f"Received: model={quote(model)}."
+        )
+    if not model.built:
+        raise ValueError(
+            "A model must be built: call it once on data. Received: a "
+            f"`{type(model).__name__}` with built=False."
+        )
     if isinstance(model, keras_hub.models.Task):
         arguments = blocks, router, sites, start, verbose
         return task_with(model, add_experts(model.backbone, *arguments, **moe_settings))
@@ -116,23 +131,3 @@ def add_experts(
             *([] if kept else [_OTHER_OUTPUTS]),
         )
     return sparse
-
-
-def _check_model(model):
-    """Raise unless a model can be copied and searched."""
-    if not isinstance(model, keras.Model):
-        raise ValueError(
-            "`model` must be a `keras.Model`, for example a backbone of KerasHub. "
-            f"Received: model={quote(model)}."
-        )
-    backbone = getattr(model, "backbone", model)
-    if isinstance(backbone, MoEBackbone) or hasattr(model, "text_backbone"):
-        raise ValueError(
-            "Models of this library get experts from `ksm.converters.upcycle`. "
-            f"Received: model={quote(model)}."
-        )
-    if not model.built:
-        raise ValueError(
-            "A model must be built: call it once on data. Received: a "
-            f"`{type(model).__name__}` with built=False."
-        )

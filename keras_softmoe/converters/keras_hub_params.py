@@ -2,7 +2,6 @@
 
 import re
 from collections import Counter
-from functools import partial
 
 import keras
 import keras_hub
@@ -123,10 +122,7 @@ _SMALL_EPSILON = 1e-5
 def read_keras_hub(model):
     """Return the parameters of a KerasHub Vision Transformer under V-MoE's names.
 
-    `model` is a `ViTBackbone`, `DeiTBackbone`, `DINOV2Backbone` or
-    `SigLIPVisionEncoder`, or one with such a `backbone` or `vision_encoder`. The
-    `settings` of the `Checkpoint` are arguments of the backbone that do not follow from
-    names and shapes.
+    `model` is of a class in `SUPPORTED`, or has one as `backbone` or `vision_encoder`.
     """
     backbone = getattr(model, "backbone", model)
     backbone = getattr(backbone, "vision_encoder", backbone)
@@ -141,7 +137,12 @@ def read_keras_hub(model):
     is_classifier = isinstance(model, keras_hub.models.ImageClassifier)
     owner = model if is_classifier else backbone
     arrays = {
-        v.path: LazyArray(tuple(v.shape), np.dtype("float32"), partial(_read, v))
+        # A copy: NumPy may share the memory of the variable, and JAX deletes that.
+        v.path: LazyArray(
+            tuple(v.shape),
+            np.dtype("float32"),
+            lambda v=v: np.array(ops.convert_to_numpy(v.value)),
+        )
         for v in owner.weights
     }
     arrays = translate(arrays, rules, f"the {name}", backbone.num_heads)
@@ -151,7 +152,13 @@ def read_keras_hub(model):
 
     blocks = r"encoderblock_(\d+)"
     arrays = {re.sub(blocks, renumber, name): x for name, x in arrays.items()}
-    image_shape = _image_shape(backbone)
+    height, width, channels = backbone.image_shape
+    formats = [getattr(x, "data_format", None) for x in flatten_layers(backbone)]
+    if "channels_first" in formats:
+        channels, height, width = backbone.image_shape
+    rows, columns = pair(backbone.patch_size)
+    # Of whole patches only
+    image_shape = (height // rows * rows, width // columns * columns, channels)
     patches = count_patches(image_shape, pair(backbone.patch_size))
     covered = sum(name in arrays for name in ("cls", "distillation_token"))
     settings = {
@@ -190,21 +197,6 @@ def _refuse(model, missing):
         f"A {type(model).__name__} cannot become a model of this library, which lacks "
         f"{missing}. Supported are KerasHub's {', '.join(SUPPORTED)} with plain MLPs."
     )
-
-
-def _read(variable):
-    # A copy: NumPy may share the memory of the variable, and JAX deletes that.
-    return np.array(ops.convert_to_numpy(variable.value))
-
-
-def _image_shape(backbone):
-    """Return `(height, width, channels)` of whole patches only."""
-    shape = tuple(backbone.image_shape)
-    formats = [getattr(x, "data_format", None) for x in flatten_layers(backbone)]
-    if "channels_first" in formats:
-        shape = (*shape[1:], shape[0])
-    rows, columns = pair(backbone.patch_size)
-    return (shape[0] // rows * rows, shape[1] // columns * columns, shape[2])
 
 
 def _epsilon(model, backbone):

@@ -118,7 +118,13 @@ def upcycle(
             else:
                 upcycling_starts.start_from_positions(moe, tokens, confidence)
     if noise_std:
-        _add_noise(sparse, noise_std, seed)
+        rng = np.random.default_rng(seed)
+        for name, variable in named_variables(sparse, with_routers=False).items():
+            if "/Moe/Mlp/" in name and name.endswith("kernel"):
+                kernel = ops.convert_to_numpy(variable).astype("float32")
+                std = noise_std * kernel.std(axis=(1, 2), keepdims=True)
+                noise = rng.standard_normal(kernel.shape, "float32")
+                variable.assign(kernel + std * noise)
     return sparse
 
 
@@ -207,14 +213,3 @@ def _of_experts(value, shape, split, is_first):
         parts = np.split(value * split, split, axis=0)
     copies = shape[0] // len(parts) if len(parts) > 1 else 1
     return np.tile(np.stack(parts), (copies, 1, 1))
-
-
-def _add_noise(sparse, noise_std, seed):
-    """Add normal noise to the kernels of all experts, relative to their spread."""
-    rng = np.random.default_rng(seed)
-    for name, variable in named_variables(sparse, with_routers=False).items():
-        if "/Moe/Mlp/" in name and name.endswith("kernel"):
-            kernel = ops.convert_to_numpy(variable).astype("float32")
-            std = noise_std * kernel.std(axis=(1, 2), keepdims=True)
-            noise = rng.standard_normal(kernel.shape, "float32")
-            variable.assign(kernel + std * noise)

@@ -78,11 +78,7 @@ class _BeforeMLP(keras.layers.Layer):
 
 
 def start_from_clusters(moe, mlp, tokens, energy, confidence, rng):
-    """Set a router to centroids of tokens, and truncate each expert to its cluster.
-
-    `tokens` are the `(B, S, D)` inputs of the dense `mlp`, whose copies the experts
-    are; `energy` is as in `truncated_kernel`, `confidence` as in `upcycle`.
-    """
+    """Set a router to centroids of `(B, S, D)` tokens, and truncate experts to them."""
     tokens = tokens.reshape(-1, tokens.shape[-1])
     num_clusters = moe.router.num_directions
     if len(tokens) < num_clusters:
@@ -139,11 +135,7 @@ def unit(vectors):
 
 
 def spherical_kmeans(tokens, num_clusters, rng):
-    """Cluster directions: each token belongs to the centroid of largest cosine.
-
-    The first centroids are tokens, drawn as in k-means++; the centroid of an empty
-    cluster is replaced by the token with the smallest cosine to its own. Returns
-    `(num_clusters, D)` centroids of length 1, and the clusters of the `(N, D)` tokens.
+    """Return centroids of length 1, `(num_clusters, D)`, and the cluster of each token.
 
     Source: Dhillon and Modha 2001 (spherical k-means); Arthur and Vassilvitskii 2007
     (k-means++).
@@ -166,11 +158,7 @@ def spherical_kmeans(tokens, num_clusters, rng):
 
 
 def truncated_kernel(kernel, inputs, energy):
-    """Return the kernel of lowest rank that keeps most of its outputs for some inputs.
-
-    `kernel` is `(D, H)`, `inputs` are `(N, D)`, and `energy` is the share of the
-    outputs' sum of squares to keep.
-    """
+    """Return a `(D, H)` kernel of lowest rank with a share of the outputs' squares."""
     if energy == 1 or not len(inputs):
         return kernel
     # Of all matrices of a rank, `kernel @ V @ V.T` changes `inputs @ kernel` least,
@@ -204,11 +192,7 @@ def position_directions(tokens, num_groups):
 
 
 def scale_for(logits, confidence):
-    """Return the factor of logits that gives their softmax a mean confidence.
-
-    `confidence` is the mean of the largest probabilities of `(N, K)` logits. With ties
-    it may be out of reach; the factor is large then.
-    """
+    """Return the factor of `(N, K)` logits for a mean of the largest probabilities."""
     margins = logits - logits.max(axis=-1, keepdims=True)
     spread = float(-margins.mean()) or 1.0
     least, most = np.log(1e-3 / spread), np.log(1e4 / spread)

@@ -94,9 +94,6 @@ def digits(
         Tuple of images, uint8 of shape (number, image_size, image_size, 3) with equal
         channels, and labels, int32 of shape (number,), in the order of the data set.
 
-    Raises:
-        ImportError: if scikit-learn is missing (the extra `datasets`).
-
     Source: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI
     Machine Learning Repository, 1998 (test part), as bundled by scikit-learn.
 
@@ -117,30 +114,21 @@ def digits(
     small, labels = load_digits(return_X_y=True)
     labels = labels.astype("int32")
     if split != "all":
-        chosen = np.flatnonzero(_training_half(labels, seed) == (split == "train"))
+        rng = np.random.default_rng(seed)
+        # Half of each class, the larger one if odd
+        half = np.zeros(len(labels), bool)
+        for label in np.unique(labels):
+            members = rng.permutation(np.flatnonzero(labels == label))
+            half[members[: -(-len(members) // 2)]] = True
+        chosen = np.flatnonzero(half == (split == "train"))
         small, labels = small[chosen], labels[chosen]
-    # (number, 8, 8) -> (number, image_size, image_size)
-    enlarge = _bilinear_matrix(image_size, _SIDE)
+    # Bilinear, with aligned centres and edges held: (image_size, 8)
+    position = (np.arange(image_size) + 0.5) * _SIDE / image_size - 0.5
+    columns = [np.interp(position, np.arange(_SIDE), row) for row in np.eye(_SIDE)]
+    enlarge = np.stack(columns, axis=1).astype("float32")
     images = enlarge @ small.reshape(-1, _SIDE, _SIDE).astype("float32") @ enlarge.T
     images = np.rint(images * (255 / _LEVELS)).astype("uint8")
     return np.repeat(images[..., None], 3, axis=-1), labels
-
-
-def _bilinear_matrix(size, source):
-    """Return (size, source) float32: enlarging with aligned centres, edges held."""
-    position = (np.arange(size) + 0.5) * source / size - 0.5
-    columns = [np.interp(position, np.arange(source), row) for row in np.eye(source)]
-    return np.stack(columns, axis=1).astype("float32")
-
-
-def _training_half(labels, seed):
-    """Return a boolean (number,), True for half of each class (the larger, if odd)."""
-    rng = np.random.default_rng(seed)
-    half = np.zeros(len(labels), bool)
-    for label in np.unique(labels):
-        members = rng.permutation(np.flatnonzero(labels == label))
-        half[members[: -(-len(members) // 2)]] = True
-    return half
 
 
 def train_vocabulary(captions: Texts, vocabulary_size: int = 400) -> bytes:
@@ -169,13 +157,21 @@ def train_vocabulary(captions: Texts, vocabulary_size: int = 400) -> bytes:
         >>> tokenizer(["a red circle"])
     """
     check_whole_numbers(1, vocabulary_size=vocabulary_size)
-    captions = _checked(captions)
+    known = isinstance(captions, (list, tuple, np.ndarray))
+    texts = list(captions) if known and np.ndim(captions) == 1 else []
+    others = [text for text in texts if not isinstance(text, str)]
+    if not texts or others:
+        found = f"{others[0]!r} among them" if others else repr(captions)[:60]
+        raise ValueError(
+            "`captions` must be a list, tuple or one-dimensional array of str, with at "
+            f"least one. Received: captions={found}."
+        )
     import sentencepiece
 
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(captions),
+            sentence_iterator=map(str, texts),
             model_writer=model,
             vocab_size=vocabulary_size,
             # The default, unigram models, have few whole words on so little text.
@@ -194,20 +190,6 @@ def train_vocabulary(captions: Texts, vocabulary_size: int = 400) -> bytes:
     except RuntimeError as error:
         raise ValueError(
             f"SentencePiece cannot make this vocabulary: {error} Received: "
-            f"vocabulary_size={vocabulary_size}, {len(captions)} captions."
+            f"vocabulary_size={vocabulary_size}, {len(texts)} captions."
         ) from error
     return model.getvalue()
-
-
-def _checked(captions):
-    """Return the captions as a list of str."""
-    known = isinstance(captions, (list, tuple, np.ndarray))
-    texts = list(captions) if known and np.ndim(captions) == 1 else []
-    others = [text for text in texts if not isinstance(text, str)]
-    if not texts or others:
-        found = f"{others[0]!r} among them" if others else repr(captions)[:60]
-        raise ValueError(
-            "`captions` must be a list, tuple or one-dimensional array of str, with at "
-            f"least one. Received: captions={found}."
-        )
-    return [str(text) for text in texts]

@@ -70,7 +70,15 @@ def from_tfds(
         ) from error
 
     builder = tfds.builder(name, data_dir=data_dir)
-    _check_image_and_label(name, builder.info, tfds.features)
+    keys, features = builder.info.supervised_keys, builder.info.features
+    kinds = [features[key] for key in keys] if keys and len(keys) == 2 else []
+    wanted = (tfds.features.Image, tfds.features.ClassLabel)
+    if len(kinds) != 2 or not all(map(isinstance, kinds, wanted)):
+        raise ValueError(
+            "The data set must offer supervised (image, label) pairs. Received: "
+            f"name={name!r}, whose supervised keys are {keys} among the features "
+            f"{list(features)}."
+        )
     if download:
         builder.download_and_prepare()
     parts = [split] if isinstance(split, str) else list(split)
@@ -80,8 +88,7 @@ def from_tfds(
     style = {"crop_to_aspect_ratio": crop_to_aspect_ratio, "antialias": True}
     style |= {"data_format": "channels_last", "dtype": "float32"}
     resize = keras.layers.Resizing(image_size, image_size, **style)
-    image_key, _ = builder.info.supervised_keys
-    channels = builder.info.features[image_key].shape[-1]
+    channels = kinds[0].shape[-1]
 
     def prepare(image, label):
         image = tf.image.grayscale_to_rgb(image) if channels == 1 else image[..., :3]
@@ -101,18 +108,6 @@ def from_tfds(
 
     datasets = [load(part) for part in parts]
     return datasets[0] if isinstance(split, str) else datasets
-
-
-def _check_image_and_label(name, info, features):
-    keys = info.supervised_keys
-    kinds = [info.features[key] for key in keys] if keys and len(keys) == 2 else []
-    wanted = (features.Image, features.ClassLabel)
-    if len(kinds) != 2 or not all(map(isinstance, kinds, wanted)):
-        raise ValueError(
-            "The data set must offer supervised (image, label) pairs. Received: "
-            f"name={name!r}, whose supervised keys are {keys} among the features "
-            f"{list(info.features)}."
-        )
 
 
 def _check_split(name, part, splits):

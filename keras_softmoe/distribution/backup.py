@@ -294,9 +294,9 @@ def _draw(iterator, count):
 class BackupFile(NamedTuple):
     """Content of the file of a backup.
 
-    `done` is a pair of int, completed epochs and completed batches of the next one;
-    `optimizer` names classes, `datasets` is a dict from kinds of variables to lists of
-    `h5py.Dataset`, and `generators` has the states at the start of the epoch and now.
+    `done` has completed epochs and completed batches of the next one, `datasets` lists
+    of `h5py.Dataset` by kind, `generators` the states at the start of the epoch and
+    now.
     """
 
     done: tuple

@@ -73,7 +73,11 @@ class Audit(NamedTuple):
         for row in self.rows:
             shape = " x ".join(map(str, row.shape)) or "-"
             sizes = f"{row.bytes_per_device:,}", f"{row.total_bytes:,}"
-            lines.append((row.path, shape, _describe(row.axes), *sizes))
+            names = [
+                "+".join(a) if isinstance(a, tuple) else a or "-" for a in row.axes
+            ]
+            layout = ", ".join(names) if any(row.axes) else "replicated"
+            lines.append((row.path, shape, layout, *sizes))
         sums = f"{self.bytes_per_device:,}", f"{self.total_bytes:,}"
         head, *rows, last = table([*lines, ("sum", "", "", *sums)], left=3).split("\n")
         rule = "-" * max(map(len, (head, *rows, last)))
@@ -284,13 +288,6 @@ def _shard_shape(variable, layout):
     if hasattr(value, "to_local"):
         return tuple(value.to_local().shape)
     return shape
-
-
-def _describe(axes):
-    if not any(axes):
-        return "replicated"
-    names = ["+".join(a) if isinstance(a, tuple) else a or "-" for a in axes]
-    return ", ".join(names)
 
 
 def _num_bytes(shape, dtype):

@@ -71,7 +71,13 @@ def model_size(model, num_classes=None, **changes):
         paths = (w for w in weights if re.fullmatch(pattern, w.path))
         return sum(getattr(weight, quantity) for weight in paths)
 
-    slots = _slots_of_blocks(found)
+    # Slots (or rows) of all experts for a group, by block
+    num_tokens, slots = group_images * sum(_tokens_of_modalities(found)), {}
+    for index, router in found.routers.items():
+        rows = router.num_rows(num_tokens, training=True)
+        if rows is None or found.dispatcher == "einsum":
+            rows = router.num_experts * router.capacity(num_tokens, training=True)
+        slots[index] = rows
     moe_layers = tuple(
         MoELayer(
             path=f"block_{index}/moe",
@@ -114,24 +120,8 @@ def _tokens_of_modalities(found):
     return [num_tokens + (found.pooling == "token") + found.num_registers]
 
 
-def _slots_of_blocks(found):
-    """Return the slots (or rows) of all experts for a group, a dict from blocks."""
-    num_tokens = found.group_images * sum(_tokens_of_modalities(found))
-    slots = {}
-    for index, router in found.routers.items():
-        rows = router.num_rows(num_tokens, training=True)
-        if rows is None or found.dispatcher == "einsum":
-            rows = router.num_experts * router.capacity(num_tokens, training=True)
-        slots[index] = rows
-    return slots
-
-
 def _activation_bytes(found, slots, compute):
-    """Return the bytes that a group keeps from the forward to the backward pass.
-
-    These are what XLA keeps without rematerialization (JAX 0.10 on a CPU, from its
-    buffer assignments), without tensors that have no token axis.
-    """
+    """Return the bytes that a group keeps for the backward pass (as XLA does)."""
     group, width, heads = found.group_images, found.hidden_dim, found.num_heads
     # Bytes of a number that is normalized: input and output, and centred in float32
     normalized = 2 * compute + _FLOAT32
@@ -201,8 +191,12 @@ def optimizer_copies(optimizer):
             f"Received: optimizer={given!r}."
         )
     # Some treat matrices, or large ones, differently.
-    shapes = ((7,), (7, 5), (7, 5, 3), (200, 150))
-    copies = {_copies_of(optimizer, shape) for shape in shapes}
+    copies = set()
+    for shape in ((7,), (7, 5), (7, 5, 3), (200, 150)):
+        fresh = type(optimizer).from_config(optimizer.get_config())
+        fresh.build([keras.Variable(keras.ops.zeros(shape), name="weight")])
+        shapes = [tuple(v.shape) for v in fresh.variables if v.shape != ()]
+        copies.add(len(shapes) if set(shapes) <= {shape} else None)
     if len(copies) > 1 or None in copies:
         raise ValueError(
             "`plan` counts optimizers that keep whole copies of all weights, such as "
@@ -211,11 +205,3 @@ def optimizer_copies(optimizer):
     (copies,) = copies
     moments = "moment" if copies == 1 else "moments"
     return copies, f"{type(optimizer).__name__} with {copies} {moments}"
-
-
-def _copies_of(optimizer, shape):
-    """Return the number of variables of the shape; `None` if others exist."""
-    optimizer = type(optimizer).from_config(optimizer.get_config())
-    optimizer.build([keras.Variable(keras.ops.zeros(shape), name="weight")])
-    shapes = [tuple(v.shape) for v in optimizer.variables if v.shape != ()]
-    return len(shapes) if set(shapes) <= {shape} else None

@@ -250,7 +250,19 @@ def zero_shot(
 
     names = named.check_names(class_names)
     if labels is not None:
-        labels = _check_labels(labels, len(images), len(names))
+        labels = np.asarray(labels)
+        if labels.shape != (len(images),) or labels.dtype.kind not in "iu":
+            raise ValueError(
+                "`labels` must hold one integer per image. Received: labels with "
+                f"shape={labels.shape}, dtype={labels.dtype} for {len(images)} images."
+            )
+        outside = labels[(labels < 0) | (labels >= len(names))]
+        if len(outside):
+            raise ValueError(
+                f"`labels` must be indices of the {len(names)} classes, from 0 to "
+                f"{len(names) - 1}. Received: labels with {outside[:5].tolist()}."
+            )
+        labels = labels.astype("int64")
     classes = named.class_embeddings(model.encode_text, names, templates)
     embeddings = model.encode_image(images, batch_size=batch_size, verbose=verbose)
     return _classify(embeddings, classes, labels, named.unit)
@@ -277,19 +289,3 @@ def _classify(image_embeddings, class_embeddings, labels, unit):
     of_class = np.full(num_classes, np.nan)
     np.divide(right, counts, out=of_class, where=counts > 0)
     return ZeroShot(predictions, scores, float(hits.mean()), of_class)
-
-
-def _check_labels(labels, num_images, num_classes):
-    labels = np.asarray(labels)
-    if labels.shape != (num_images,) or labels.dtype.kind not in "iu":
-        raise ValueError(
-            "`labels` must hold one integer per image. Received: labels with "
-            f"shape={labels.shape}, dtype={labels.dtype} for {num_images} images."
-        )
-    outside = labels[(labels < 0) | (labels >= num_classes)]
-    if len(outside):
-        raise ValueError(
-            f"`labels` must be indices of the {num_classes} classes, from 0 to "
-            f"{num_classes - 1}. Received: labels with {outside[:5].tolist()}."
-        )
-    return labels.astype("int64")

@@ -138,7 +138,15 @@ def few_shot_probe(
         checks.check_whole_numbers(1, seeds=seeds)
         seeds = range(seeds)
     seeds = _integers("seeds", seeds, minimum=0)
-    grid = _grid(l2)
+    grid = ridge.L2_GRID
+    if not isinstance(l2, str) or l2 not in ("train", "test"):
+        number = isinstance(l2, numbers.Real) and not isinstance(l2, bool)
+        if not number or not 0 < l2 < math.inf:
+            raise ValueError(
+                "`l2` must be 'train', 'test' or a positive number. Received: "
+                f"l2={l2!r}."
+            )
+        grid = (float(l2),)
     model, preprocessor = _model_and_preprocessor(backbone, preprocessor)
     x_train, y_train = _check_split("train", train, images=model is not None)
     x_test, y_test = _check_split("test", test, images=model is not None)
@@ -150,8 +158,12 @@ def few_shot_probe(
             f"Received: train shape={x_train.shape}, test shape={x_test.shape}."
         )
     for name, x in (("train", x_train), ("test", x_test)):
-        if isinstance(model, keras.Model) and preprocessor is None:
-            _check_scaled(x)
+        is_unscaled = isinstance(model, keras.Model) and preprocessor is None
+        if is_unscaled and x.dtype.kind in "iub":
+            raise ValueError(
+                "A Keras model expects scaled images, or a `preprocessor`. Received: "
+                f"images of dtype={x.dtype}, preprocessor=None."
+            )
         _check_finite(name, x)
 
     count = len(x_train) + len(x_test)
@@ -216,29 +228,26 @@ def _features(model, preprocessor, images, batch_size, bar):
         _check_shape(expected, batch)
         if model is not None:
             batch = model(batch)
-        batches.append(_to_matrix(batch, size, flatten=model is None))
+        if isinstance(batch, Mapping):
+            if "pooled_output" not in batch:
+                raise ValueError(
+                    "`backbone` must return features of shape (B, D), or a dict with "
+                    f"'pooled_output'. Received: a dict with keys={sorted(batch)}."
+                )
+            batch = batch["pooled_output"]
+        features = np.asarray(keras.ops.convert_to_numpy(batch))
+        if model is None:
+            features = features.reshape(len(features), -1)
+        if features.ndim != 2 or len(features) != size:
+            raise ValueError(
+                "`backbone` must return one feature vector per image, shape "
+                f"(B, D). Received: shape={features.shape} for {size} images."
+            )
+        # NumPy cannot decompose bfloat16.
+        dtype = "float64" if features.dtype == "float64" else "float32"
+        batches.append(features.astype(dtype))
         bar.add(size)
     return np.concatenate(batches)
-
-
-def _to_matrix(output, size, flatten):
-    if isinstance(output, Mapping):
-        if "pooled_output" not in output:
-            raise ValueError(
-                "`backbone` must return features of shape (B, D), or a dict with "
-                f"'pooled_output'. Received: a dict with keys={sorted(output)}."
-            )
-        output = output["pooled_output"]
-    features = np.asarray(keras.ops.convert_to_numpy(output))
-    if flatten:
-        features = features.reshape(len(features), -1)
-    if features.ndim != 2 or len(features) != size:
-        raise ValueError(
-            "`backbone` must return one feature vector per image, shape "
-            f"(B, D). Received: shape={features.shape} for {size} images."
-        )
-    # NumPy cannot decompose bfloat16.
-    return features.astype("float64" if features.dtype == "float64" else "float32")
 
 
 # === Checks ===
@@ -254,18 +263,6 @@ def _integers(name, values, minimum):
             f"Received: {name}={values}."
         )
     return tuple(int(value) for value in found)
-
-
-def _grid(l2):
-    """Return the penalties to choose from."""
-    if isinstance(l2, str) and l2 in ("train", "test"):
-        return ridge.L2_GRID
-    number = isinstance(l2, numbers.Real) and not isinstance(l2, bool)
-    if not number or not 0 < l2 < math.inf:
-        raise ValueError(
-            f"`l2` must be 'train', 'test' or a positive number. Received: l2={l2!r}."
-        )
-    return (float(l2),)
 
 
 def _check_split(name, split, images):
@@ -324,14 +321,6 @@ def _check_enough(labels, shots, spare):
             f"Every class of `train` needs {shots} image(s) for shots={shots}"
             f"{extra if spare else ''}. Received: class {rarest} with {counts[rarest]} "
             "image(s)."
-        )
-
-
-def _check_scaled(x):
-    if x.dtype.kind in "iub":
-        raise ValueError(
-            "A Keras model expects scaled images, or a `preprocessor`. Received: "
-            f"images of dtype={x.dtype}, preprocessor=None."
         )
 
 

@@ -175,11 +175,7 @@ class Described(NamedTuple):
 
 
 def described(model, num_classes=None, **changes):
-    """Describe a preset, a model or a dict of arguments.
-
-    `model` is as in `evaluation.cost`, `num_classes` defaults to a classifier's own,
-    and `changes` are arguments of the backbone and settings of its routers.
-    """
+    """Describe a preset, model or dict of arguments, see `cost`, after `changes`."""
     routing = {name: changes.pop(name) for name in MUTABLE_SETTINGS if name in changes}
     found, name, classes, head_dtype = _read(model, changes)
     if routing:

@@ -31,11 +31,10 @@ def sample_support(labels, shots, seed):
 
 
 def best_l2(accuracies, l2=L2_GRID):
-    """Choose one penalty for several data sets, by mean rank.
+    """Choose one penalty by mean rank over the rows of `(num_datasets, num_penalties)`.
 
-    `accuracies` are `(num_datasets, num_penalties)`. Of equal accuracies the larger
-    penalty ranks higher (in the papers' code it depends on the CPU); equal mean ranks
-    go to the smaller one. Source: the few-shot evaluator released with V-MoE.
+    Of equal accuracies the larger penalty ranks higher, equal mean ranks go to the
+    smaller one. Source: the few-shot evaluator released with V-MoE.
     """
     order = np.argsort(accuracies, axis=-1, kind="stable")
     ranks = np.argsort(order, axis=-1, kind="stable")
@@ -81,9 +80,8 @@ def ridge_probe(features, labels, num_classes):
     """Fit a ridge classifier to a support set, for all penalties at once.
 
     The `(N, D)` features are standardised and given a constant feature of 100, the
-    targets are +1 for the image's class and -1 for the others, and the weights solve
-    `(XᵀX + l2 I) W = XᵀY`, in float64. Source: V-MoE, section 3.4, and its released
-    few-shot evaluator.
+    targets are +1 for the image's class and -1 for the others. Source: V-MoE, section
+    3.4, and its released few-shot evaluator.
     """
     features = np.asarray(features, "float64")
     mean = features.mean(axis=0)

@@ -43,7 +43,11 @@ def draw_sweep(sweep, x, y, by, baselines):
         drawing.plain_axes(ax)
         if inside:
             drawing.as_percentages(ax.yaxis)
-        drawing.label_axes(ax, _NAMES.get(x, x), _score_label(name, scores))
+        counts = sorted({len(values) for values in scores})
+        if counts != [1]:
+            seeds = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+            name = f"{name} (± standard deviation of {seeds} seeds)"
+        drawing.label_axes(ax, _NAMES.get(x, x), name)
     if with_legend:
         title = by and _NAMES.get(by, by)
         style = {"fontsize": 8, "title_fontsize": 8, "loc": "outside right upper"}
@@ -174,15 +178,6 @@ def _lines(rows, x, y, by):
             )
         line[row.settings[x]] = row.scores[y]
     return lines, fixed
-
-
-def _score_label(y, scores):
-    """The name of a score, and the meaning of its error bars, if it has any."""
-    counts = sorted({len(values) for values in scores})
-    if counts == [1]:
-        return y
-    seeds = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
-    return f"{y} (± standard deviation of {seeds} seeds)"
 
 
 def _value_name(setting, value):

@@ -17,7 +17,12 @@ def main():
     """Load the model of each job and write it."""
     for file in sys.argv[1:]:
         text = Path(file).read_text(encoding="utf-8")
-        job = json.loads(text, object_hook=_as_spec)
+        job = json.loads(
+            text,
+            object_hook=lambda x: (
+                keras.InputSpec(**x["input_spec"]) if "input_spec" in x else x
+            ),
+        )
         for module in job.pop("modules"):
             importlib.import_module(module)
         # The model is trusted: the calling process has saved it.
@@ -25,13 +30,6 @@ def main():
             job.pop("model"), compile=False, safe_mode=False
         )
         write(model, **job)
-
-
-def _as_spec(value):
-    """Return the `keras.InputSpec` of a dict of a job, others unchanged."""
-    if "input_spec" in value:
-        return keras.InputSpec(**value["input_spec"])
-    return value
 
 
 if __name__ == "__main__":

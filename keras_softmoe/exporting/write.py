@@ -146,11 +146,7 @@ def _quiet():
 
 
 def _tidy_onnx(filepath):
-    """Rewrite an ONNX file in less space, with the axis of the batch called "batch".
-
-    The converter makes float32 constants of int8 kernels, and more constants of which
-    only the shape is used.
-    """
+    """Rewrite an ONNX file in less space, with the axis of the batch called "batch"."""
     import onnx
 
     model = onnx.load(filepath)

@@ -10,10 +10,7 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
 
 def number_of(batches):
-    """Return the number of batches of a `tf.data` dataset or `BatchesOf`, or `None`.
-
-    Would be replaced by: `len` of either.
-    """
+    """Return the number of batches, or `None`. Would be replaced by: `len` of data."""
     if isinstance(batches, BatchesOf):
         return batches.num_batches
     number = int(batches.cardinality())
@@ -24,10 +21,9 @@ def number_of(batches):
 class BatchesOf(DataAdapter):
     """Data adapter for preprocessed batches of any iterable.
 
-    A `PyDataset` keeps its workers and its `on_epoch_end`. An iterator gives one epoch,
-    or several of `steps_per_epoch`. `preprocess` takes a batch, a tuple, and returns a
-    tuple of NumPy arrays. The batches of a `PyDataset` may be shuffled.
-    Would be replaced by: `keras.Model.fit` with a public hook for each batch.
+    An iterator gives one epoch, or several of `steps_per_epoch`. `preprocess` takes a
+    batch and returns a tuple of NumPy arrays. Would be replaced by: `keras.Model.fit`
+    with a public hook for each batch.
     """
 
     def __init__(self, data, preprocess, shuffle):

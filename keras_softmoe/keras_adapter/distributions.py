@@ -16,19 +16,16 @@ def backend_distributes():
 
 
 def layout_map_of(distribution):
-    """Return the `LayoutMap` of any `keras.distribution.ModelParallel`, else `None`.
-
-    Would be replaced by: a public `ModelParallel.layout_map`.
-    """
+    """Return the rules, or `None`. Would be replaced by: `ModelParallel.layout_map`."""
     return getattr(distribution, "_layout_map", None)
 
 
 def lay_out_each_batch(layout_of):
     """Let distributions choose the layout of every batch, instead of the first only.
 
-    Keras reuses the layout of the first batch of an epoch for all. `layout_of` takes
-    the shape of a process' rows and returns a `TensorLayout` or `None`.
-    Would be replaced by: Keras calling `Distribution.get_data_layout` for each batch.
+    `layout_of` takes the shape of a process' rows and returns a `TensorLayout` or
+    `None`. Would be replaced by: Keras calling `Distribution.get_data_layout` for each
+    batch.
     """
     if keras.backend.backend() == "torch":
         from keras.src.backend.torch import trainer as module
@@ -52,9 +49,8 @@ def lay_out_each_batch(layout_of):
 def share_datasets(share):
     """Let distributions choose the rows of a process, as before Keras 3.16.
 
-    From 3.16 on Keras cuts the stream of all rows anew, so that the last batches of two
-    processes may differ. `share` takes a `tf.data.Dataset` and the distribution.
-    Would be replaced by: `Distribution.distribute_dataset`, as Keras 3.15 has it.
+    `share` takes a `tf.data.Dataset` and the distribution. Would be replaced by:
+    `Distribution.distribute_dataset`, as Keras 3.15 has it.
     """
     from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 

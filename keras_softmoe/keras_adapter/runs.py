@@ -48,9 +48,7 @@ _LENGTH_IS_UNKNOWN = contextvars.ContextVar("length_is_unknown", default=False)
 def batches_of_length(length):
     """Enter a run over so many batches, `None` if their number is unknown.
 
-    Else Keras on TensorFlow begins a step before it knows whether there is a batch, and
-    counts one iteration too many. Would be replaced by: a step that waits for its
-    batch.
+    Would be replaced by: a step of Keras on TensorFlow that waits for its batch.
     """
     token = _LENGTH_IS_UNKNOWN.set(length is None)
     try:
@@ -87,8 +85,6 @@ def _trace_once(model, step):
         setattr(model, name, run)
         if step == "train":
             model.optimizer.build(model.trainable_variables)
-        # Other batches than `tf.data` have no specification: two traces are correct,
-        # too.
         # Other batches than `tf.data` have no specification: two traces are correct.
         if hasattr(iterator, "element_spec") and not has_metrics(model):
             batch = keras.tree.map_structure(
@@ -133,9 +129,8 @@ def map_predictions(model, function):
 def kept_weights(model, trains):
     """Let a model keep its weights if its data raise an error in this context.
 
-    On JAX Keras moves the weights out of the model for its steps. If a pipeline fails
-    they are lost. Would be replaced by: `JAXTrainer` restoring its state in a
-    `finally`.
+    On JAX Keras moves them out of the model for its steps. Would be replaced by:
+    `JAXTrainer` restoring its state in a `finally`.
     """
     if keras.backend.backend() != "jax" or not model.compiled:
         yield
@@ -159,10 +154,7 @@ def kept_weights(model, trains):
 
 
 def without_gradients():
-    """Return a context in which PyTorch keeps no activations for a backward pass.
-
-    Would be replaced by: a public `keras.no_gradient_scope()`.
-    """
+    """Return a context. Would be replaced by: a public `keras.no_gradient_scope()`."""
     if keras.backend.backend() != "torch":
         return contextlib.nullcontext()
     import torch
@@ -171,18 +163,14 @@ def without_gradients():
 
 
 def has_metrics(model):
-    """Return whether the metrics of a compiled model are built.
-
-    Would be replaced by: a public `Model.metrics_built`.
-    """
+    """Return whether metrics are built. Would be replaced by: `Model.metrics_built`."""
     return model._compile_metrics is None or model._compile_metrics.built
 
 
 def make_metrics(model, batch):
-    """Build the metrics of a compiled model, which TensorFlow does in its first step.
+    """Build the metrics of a compiled model, unless it cannot be traced.
 
-    A model that cannot be traced stays unchanged. Would be replaced by: a public
-    `Model.build_metrics(batch)`.
+    Would be replaced by: a public `Model.build_metrics(batch)`.
     """
     with contextlib.suppress(RuntimeError, ValueError):
         model._symbolic_build(data_batch=batch)
@@ -192,10 +180,9 @@ def make_metrics(model, batch):
 
 
 def set_first_epoch(model, epoch):
-    """Start the current `fit` at a later epoch, from a callback's `on_train_begin`.
+    """Start the current `fit` at a later epoch, from a callback; `None` resets it.
 
-    `None` resets it. Would be replaced by: a public `Model.initial_epoch` that each
-    `fit` resets.
+    Would be replaced by: a public `Model.initial_epoch` that each `fit` resets.
     """
     if epoch is not None:
         model._initial_epoch = _FirstEpoch(epoch, model)
@@ -318,27 +305,17 @@ def averages_of(optimizer):
 
 
 def variables_of(optimizer):
-    """Return the list of variables that an optimizer was built for.
-
-    Would be replaced by: a public `Optimizer.trainable_variables`.
-    """
+    """Return a list. Would be replaced by: a public `Optimizer.trainable_variables`."""
     return optimizer._trainable_variables
 
 
 def index_of(optimizer, variable):
-    """Return the index of a variable among those that an optimizer was built for.
-
-    Would be replaced by: a public `Optimizer.get_variable_index`.
-    """
+    """Return an int. Would be replaced by: a public `Optimizer.get_variable_index`."""
     return optimizer._get_variable_index(variable)
 
 
 def num_gradients(optimizer):
-    """Return the number of gradients applied to an optimizer, an int tensor.
-
-    `Optimizer.iterations` counts accumulated gradients as one. Would be replaced by: a
-    public counterpart of it.
-    """
+    """Return an int tensor. Would be replaced by: a public count of all gradients."""
     return optimizer._iterations + 0
 
 

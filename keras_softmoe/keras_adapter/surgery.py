@@ -1,6 +1,7 @@
 """Parts of built models: finding, naming, replacing, tracing and counting them."""
 
 import contextlib
+import functools
 import math
 import re
 
@@ -100,17 +101,13 @@ def attributes_of(layer):
 def forget_calls(layer):
     """Clear the calls of a layer on Keras tensors, as of one that is new.
 
-    A graph counts the calls of a layer from its first one.
     Would be replaced by: configurations of graphs that count from the call at hand.
     """
     layer._inbound_nodes.clear()
 
 
 def renew_parameters(model):
-    """Register the weights of all layers of a model anew in their PyTorch modules.
-
-    Would be replaced by: lists that follow the variables of a layer.
-    """
+    """Register weights anew. Would be replaced by: lists that follow the variables."""
     if keras.backend.backend() == "torch":
         for layer in flatten_layers(model):
             if hasattr(layer, "_torch_params"):
@@ -133,14 +130,10 @@ def call_symbolically(model, inputs, around=None, start=None, parts=None):
     training = is_layer and model._call_has_training_arg
     known = {"training": False} if training else {}
 
-    def hook(layer):
-        call, function = layer.call, around[id(layer)]
-        layer.call = lambda *args, **kwargs: function(call, *args, **kwargs)
-
     with contextlib.ExitStack() as stack:
         for layer in parts:
             if id(layer) in around:
-                hook(layer)
+                layer.call = functools.partial(around[id(layer)], layer.call)
                 stack.callback(vars(layer).pop, "call", None)
 
         def call(inputs):
@@ -156,16 +149,16 @@ def call_symbolically(model, inputs, around=None, start=None, parts=None):
 
 
 def named_weights(layer):
-    """Yield `(path, weight)` of a layer, each weight once, in the order of `weights`.
+    """Yield `(path, weight)` of a layer, each once, without counters in names.
 
-    Automatic names such as `dense_7` have a counter of the process, which starts anew
-    here, so that all instances have the same names.
     Would be replaced by: names of Keras that are unique in a model.
     """
     seen, taken = set(), set()
 
     def unique(prefix, name, kind):
-        if _is_counted(name, kind):
+        # An automatic name has a counter.
+        stem = r"\w+" if issubclass(kind, keras.Model) else to_snake_case(kind.__name__)
+        if re.fullmatch(rf"{stem}_\d+", name):
             name = name.rpartition("_")[0]
         name = new = prefix + name.replace(".", "_")
         count = 0
@@ -188,17 +181,6 @@ def named_weights(layer):
     return below(layer, "")
 
 
-def _is_counted(name, kind):
-    """Return whether a name is an automatic one with a counter."""
-    if not name[-1:].isdigit():
-        return False
-    stem = r"\w+" if issubclass(kind, keras.Model) else to_snake_case(kind.__name__)
-    return bool(re.fullmatch(rf"{stem}_\d+", name))
-
-
-# === Matrix products ===
-
-
 @contextlib.contextmanager
 def counted_products():
     """Count the multiply-adds of Keras' matrix products in this context.
@@ -214,10 +196,10 @@ def counted_products():
         (numpy, "dot"): _of_matmul,
         (numpy, "tensordot"): _of_tensordot,
         (numpy, "einsum"): _of_einsum,
-        (nn, "conv"): _of_conv,
-        (nn, "depthwise_conv"): _of_depthwise_conv,
+        (nn, "conv"): lambda y, x, kernel, *a, **k: _times(y, kernel.shape[:-1]),
+        (nn, "depthwise_conv"): lambda y, x, w, *a, **k: _times(y, w.shape[:-2]),
         (nn, "separable_conv"): _of_separable_conv,
-        (nn, "conv_transpose"): _of_conv_transpose,
+        (nn, "conv_transpose"): lambda y, x, w, *a, **k: _times(x, w.shape[:-1]),
         (nn, "dot_product_attention"): _of_attention,
     }
     with contextlib.ExitStack() as stack:
@@ -229,10 +211,7 @@ def counted_products():
 
 
 class Products:
-    """A count that can be paused.
-
-    Would be replaced by: see `counted_products`.
-    """
+    """A count that can be paused. Would be replaced by: see `counted_products`."""
 
     def __init__(self):
         self.total, self._is_paused = 0, False
@@ -292,12 +271,8 @@ def _of_einsum(outputs, subscripts, *operands, **kwargs):
     return most * math.prod(sizes.values())
 
 
-def _of_conv(outputs, inputs, kernel, *args, **kwargs):
-    return math.prod(outputs.shape) * math.prod(kernel.shape[:-1])
-
-
-def _of_depthwise_conv(outputs, inputs, kernel, *args, **kwargs):
-    return math.prod(outputs.shape) * math.prod(kernel.shape[:-2])
+def _times(x, shape):
+    return math.prod(x.shape) * math.prod(shape)
 
 
 def _of_separable_conv(outputs, inputs, depthwise_kernel, pointwise_kernel, *a, **k):
@@ -305,10 +280,6 @@ def _of_separable_conv(outputs, inputs, depthwise_kernel, pointwise_kernel, *a, 
     units = pointwise_kernel.shape[-1]
     places = math.prod(outputs.shape) // units
     return places * channels * multiplier * (math.prod(size) + units)
-
-
-def _of_conv_transpose(outputs, inputs, kernel, *args, **kwargs):
-    return math.prod(inputs.shape) * math.prod(kernel.shape[:-1])
 
 
 def _of_attention(outputs, query, key, value, *args, **kwargs):

@@ -91,6 +91,9 @@ class Weights(torch.nn.Module):
         super()._load_from_state_dict(state_dict, prefix, metadata, *args)
 
 
+_OF_KERAS = keras.Layer | Weights | torch.nn.ParameterDict
+
+
 def register(cls):
     """Let layers of a class, and those around them, list their weights as `Weights`.
 
@@ -109,16 +112,12 @@ def register(cls):
         for name, part in list(layer._modules.items()):
             if isinstance(part, Weights | torch.nn.ParameterDict):
                 del layer._modules[name]
-            elif all(map(_is_of_keras, part.modules())):
+            elif all(isinstance(x, _OF_KERAS) for x in part.modules()):
                 # Still an attribute, but its weights are listed once
                 vars(layer)[name] = layer._modules.pop(name)
         layer._modules["_torch_params"] = Weights(layer)
 
     TorchLayer._track_variables = track_variables
-
-
-def _is_of_keras(module):
-    return isinstance(module, keras.Layer | Weights | torch.nn.ParameterDict)
 
 
 def is_in_training_mode(layer):
@@ -150,8 +149,12 @@ def quick(keras_call):
 
     @functools.wraps(keras_call)
     def call(layer, *args, **kwargs):
-        tensors = _converted(layer, args) if _is_plain(layer) else None
         context = global_state.get_global_attribute("current_call_ctx")
+        if context is None:
+            # Tensors of the processor go to the device of Keras.
+            convert = keras.ops.convert_to_tensor
+            args = [convert(x) if torch.is_tensor(x) else x for x in args]
+        tensors = _converted(layer, args) if _is_plain(layer) else None
         training = kwargs.get("training")
         known = context and context.get_value("training")
         # An argument may differ from the one around, which Keras then changes.

@@ -175,7 +175,12 @@ class TemplateExperts(layers.Layer):
         states = []
         if self._templates.draws[bool(training)]:
             states = layers.states_of_draws(self._templates.used)
-            values += [self._seeds(state.dtype) for state in states]
+            # `(E, 2)` states, one for each expert, under 2^30: PyTorch adds the two,
+            # and the sum is an int32.
+            shape, seed = (self.num_experts, 2), self.seed_generator
+            for state in states:
+                drawn = keras.random.randint(shape, 0, 1 << 30, seed=seed)
+                values.append(ops.cast(drawn, state.dtype))
         map_experts, one = self._maps[bool(training)], self._one(training, states)
         if _is_exporting():
             map_experts = _one_by_one
@@ -197,12 +202,6 @@ class TemplateExperts(layers.Layer):
         flat = reshape(slots, (-1, num_experts, capacity, math.prod(axes)))
         outputs = by_expert(all_experts, flat, self.path)
         return reshape(outputs, (-1, num_experts, capacity, *axes))
-
-    def _seeds(self, dtype):
-        """Return `(E, 2)` states of a random generator, one for each expert."""
-        # Under 2^30: PyTorch adds the two, and the sum is an int32.
-        shape, seed = (self.num_experts, 2), self.seed_generator
-        return ops.cast(keras.random.randint(shape, 0, 1 << 30, seed=seed), dtype)
 
     def compute_output_shape(self, slots_shape):
         return slots_shape

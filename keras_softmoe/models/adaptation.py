@@ -96,11 +96,7 @@ def has_factors(model):
 
 
 def quantize(self, mode=None, config=None, filters=None, **kwargs):
-    """Quantize the weights, as `keras.Model.quantize`; a method of all models.
-
-    A mode that experts do not support is an error before any layer changes. In int4
-    the head of a classifier, which is small, keeps its precision, without `filters`.
-    """
+    """Quantize the weights, as `keras.Model.quantize`; a method of all models."""
     head = getattr(self, "output_dense", None)
     is_int4 = "int4" in (mode, getattr(config, "mode", None))
     if filters is None and head is not None and is_int4:

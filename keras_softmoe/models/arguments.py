@@ -47,9 +47,8 @@ def check_kind(name, value, kind):
 def check_images(images, image_shape, any_size=False, grey=False):
     """Raise unless a batch of images has the shape that a model expects.
 
-    Keras checks it too late: on JAX a step has moved the weights out of the model. Data
-    without a shape (a dataset) and unknown dimensions pass. With `any_size` images are
-    resized afterwards, with `grey` one channel is repeated.
+    Data without a shape (a dataset) and unknown dimensions pass. With `any_size` images
+    are resized afterwards, with `grey` one channel is repeated.
     """
     shape = getattr(images, "shape", None)
     if shape is None or getattr(shape, "rank", 0) is None:

@@ -142,8 +142,7 @@ def with_compilation(model, config):
 def with_optimizer(model, compile_config, **own):
     """Add to a compile configuration whether the optimizer is built.
 
-    With LoRA it is empty. (Not `None`: Keras compiles clones with it.) `own` are
-    arguments of `compile` for `compile_from_config`, not for clones.
+    `own` are arguments of `compile` for `compile_from_config`, not for clones.
     """
     if has_factors(model):
         return {}

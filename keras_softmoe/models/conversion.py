@@ -103,11 +103,10 @@ def model_for(
     activation=None,
     **given,
 ):
-    """Create the model of a checkpoint, still without its parameters.
+    """Create the model of a checkpoint, without its parameters, and its preprocessor.
 
-    `activation` is that of the head, `given` as in `read_vit_settings`, and the other
-    arguments as in `convert_vmoe_checkpoint`. Returns `(model, preprocessor)`: a
-    classifier that has its preprocessor, and `None`, or a backbone and its own.
+    `given` is as in `read_vit_settings`, the rest as in `convert_vmoe_checkpoint`. A
+    classifier has its preprocessor itself, so the second result is `None`.
     """
     given = {name: value for name, value in given.items() if value is not None}
     found = checkpoints.read_vit_settings(
@@ -163,14 +162,11 @@ def _write(model, checkpoint, directory, origin, preprocessor=None, verbose=1):
         model.save_to_preset(str(new))
         if preprocessor is not None:
             preprocessor.save_to_preset(str(new))
-        _note_origin(new / catalogue.METADATA_FILE, origin)
+        file = new / catalogue.METADATA_FILE
+        about = json.loads(file.read_text(encoding="utf-8"))
+        about |= {"kind": "converted", "checkpoint": str(origin)}
+        file.write_text(json.dumps(about, indent=4), encoding="utf-8")
     return str(directory)
-
-
-def _note_origin(file, origin):
-    metadata = json.loads(file.read_text(encoding="utf-8"))
-    metadata |= {"kind": "converted", "checkpoint": str(origin)}
-    file.write_text(json.dumps(metadata, indent=4), encoding="utf-8")
 
 
 def convert(

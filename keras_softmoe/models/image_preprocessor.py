@@ -45,7 +45,24 @@ class ViTMoEImageConverter(keras_hub.layers.ImageConverter):
         **kwargs,
     ):
         # Keras checks most of these when it converts the first image.
-        _check_resizing(image_size, scale, offset, **kwargs)
+        if image_size is not None:
+            is_pair = isinstance(image_size, (list, tuple)) and len(image_size) == 2
+            if not is_pair or not all(
+                checks.is_whole_number(size, name="image_shape") for size in image_size
+            ):
+                raise ValueError(
+                    "`image_size` must be `None`, or a height and a width"
+                    f"{checks.at_most('image_shape')}. "
+                    + checks.received(image_size=image_size)
+                )
+        for name, value in {"scale": scale, "offset": offset}.items():
+            if value is not None:
+                numbers = value[:16] if isinstance(value, (list, tuple)) else [value]
+                for number in numbers:
+                    checks.check_numbers(**{name: number})
+        checks.check_bools(**{name: kwargs[name] for name in _FLAGS if name in kwargs})
+        interpolation = kwargs.get("interpolation", "bilinear")
+        checks.check_choice("interpolation", interpolation, _INTERPOLATIONS)
         checks.check_choice("data_format", data_format, (None, "channels_last"))
         super().__init__(
             image_size=image_size,
@@ -99,24 +116,3 @@ def fit_image_size(preprocessor, image_size):
         )
     if hasattr(converter, "image_size"):
         converter.image_size = image_size
-
-
-def _check_resizing(image_size, scale, offset, **others):
-    if image_size is not None:
-        is_pair = isinstance(image_size, (list, tuple)) and len(image_size) == 2
-        if not is_pair or not all(
-            checks.is_whole_number(size, name="image_shape") for size in image_size
-        ):
-            raise ValueError(
-                "`image_size` must be `None`, or a height and a width"
-                f"{checks.at_most('image_shape')}. "
-                + checks.received(image_size=image_size)
-            )
-    for name, value in {"scale": scale, "offset": offset}.items():
-        if value is not None:
-            numbers = value[:16] if isinstance(value, (list, tuple)) else [value]
-            for number in numbers:
-                checks.check_numbers(**{name: number})
-    checks.check_bools(**{name: others[name] for name in _FLAGS if name in others})
-    interpolation = others.get("interpolation", "bilinear")
-    checks.check_choice("interpolation", interpolation, _INTERPOLATIONS)

@@ -82,9 +82,8 @@ Raises:
 def attach(cls, load=None):
     """Give a class of models `from_preset` and `save_to_preset`, and its subclasses.
 
-    (A mixin would have to come first, but KerasHub takes the first base of a class for
-    its kind.) `load` is a callable `(read, cls, directory, load_weights, arguments)`
-    that returns a model, where `read` is KerasHub's `from_preset` of a class.
+    `load` is a callable `(read, cls, directory, load_weights, arguments)` that returns
+    a model, where `read` is KerasHub's `from_preset`.
     """
     read, save = cls.from_preset.__func__, cls.save_to_preset
     load = load or _load
@@ -104,8 +103,17 @@ def attach(cls, load=None):
                 model = read_whole(
                     directory, lambda: load(read, cls, directory, load_weights, kwargs)
                 )
-            if load_weights:
-                _check_finite(model, preset)
+            for variable in model.variables if load_weights else ():
+                is_float = keras.backend.is_float_dtype(variable.dtype)
+                if not is_float or sharding.is_sharded(variable):
+                    continue
+                # One NaN would spread to every output.
+                if not np.isfinite(keras.ops.convert_to_numpy(variable.value)).all():
+                    raise ValueError(
+                        f"The weights of the preset {str(preset)!r} are not all finite:"
+                        " its file is damaged, or its training had failed. Received: "
+                        f"NaN or infinity in {variable.path!r}."
+                    )
             _check_dtypes(getattr(model, "preprocessor", None), preset)
         if settings:
             model.set_routing(**settings)
@@ -231,20 +239,6 @@ def _with_backbone(cls, directory, load_weights, arguments):
     return {**arguments, "backbone": backbone}
 
 
-def _check_finite(model, preset):
-    """Raise if a weight is NaN or infinity: so would be every output."""
-    for variable in model.variables:
-        is_float = keras.backend.is_float_dtype(variable.dtype)
-        if not is_float or sharding.is_sharded(variable):
-            continue
-        if not np.isfinite(keras.ops.convert_to_numpy(variable.value)).all():
-            raise ValueError(
-                f"The weights of the preset {str(preset)!r} are not all finite: its "
-                "file is damaged, or its training had failed. Received: NaN or "
-                f"infinity in {variable.path!r}."
-            )
-
-
 def _check_dtypes(preprocessing, preset):
     """Raise if a dtype policy is invalid, which Keras notices in the first call."""
     for name in ("", "image_converter", "tokenizer"):
@@ -266,10 +260,10 @@ def _check_dtypes(preprocessing, preset):
 
 @contextlib.contextmanager
 def open_preset(preset, load_weights=True):
-    """Find the files of a preset, and name it in errors while they are read.
+    """Yield the directory or handle of a preset, and name it in errors meanwhile.
 
-    Yields a directory or the handle. It is a directory of the cache for a convertible
-    preset with weights, and a temporary one for an architecture.
+    It is a directory of the cache for a convertible preset with weights, and a
+    temporary one for an architecture.
     """
     if not isinstance(preset, str | os.PathLike):
         raise ValueError(
@@ -334,9 +328,9 @@ def check_keys(directory):
 
     Keras ignores names beside the arguments of an object, and KerasHub whole files.
     """
-    for name in _FILES:
+    for file in _FILES:
         try:
-            content = json.loads(Path(directory, name).read_text(encoding="utf-8"))
+            content = json.loads(Path(directory, file).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
             # The reader of this file raises, if there is one.
             continue
@@ -344,34 +338,30 @@ def check_keys(directory):
         parts = [content]
         while parts:
             part = parts.pop()
-            if isinstance(part, dict):
-                if "class_name" in part and "config" in part:
-                    _check_object(name, part)
-                parts += [x for key, x in part.items() if key not in _NOT_ARGUMENTS]
-            elif isinstance(part, list):
-                parts += part
-
-
-def _check_object(file, part):
-    """Raise unless the names of a serialized object are known, see `check_keys`."""
-    checked = [(part, _OF_AN_OBJECT)]
-    # Classes of others and of users check their own arguments.
-    registered = str(part.get("registered_name"))
-    is_own = registered.startswith("keras_softmoe>")
-    cls = keras.saving.get_registered_object(registered) if is_own else None
-    if isinstance(cls, type) and issubclass(cls, keras.Layer):
-        accepted = [*arguments_of(cls), *getattr(cls, "further_keys", ())]
-        if not issubclass(cls, keras.Model):
-            # Preprocessors and tokenizers remember the file that they are in.
-            accepted.append("config_file")
-        if isinstance(part["config"], dict):
-            checked.append((part["config"], accepted))
-    for given, accepted in checked:
-        unknown = [name for name in given if name not in accepted]
-        if unknown:
-            raise ValueError(
-                f"'{file}' has a key that {str(part['class_name'])[:80]} does not know."
-                f"{did_you_mean(unknown, accepted)} Accepted: "
-                f"{', '.join(dict.fromkeys(accepted))}. Received: "
-                f"{', '.join(map(quote, unknown[:12]))}."
-            )
+            parts += part if isinstance(part, list) else []
+            if not isinstance(part, dict):
+                continue
+            parts += [x for key, x in part.items() if key not in _NOT_ARGUMENTS]
+            if not {"class_name", "config"} <= part.keys():
+                continue
+            checked = [(part, _OF_AN_OBJECT)]
+            # Classes of others and of users check their own arguments.
+            registered = str(part.get("registered_name"))
+            is_own = registered.startswith("keras_softmoe>")
+            cls = keras.saving.get_registered_object(registered) if is_own else None
+            if isinstance(cls, type) and issubclass(cls, keras.Layer):
+                accepted = [*arguments_of(cls), *getattr(cls, "further_keys", ())]
+                if not issubclass(cls, keras.Model):
+                    # Preprocessors and tokenizers remember the file that they are in.
+                    accepted.append("config_file")
+                if isinstance(part["config"], dict):
+                    checked.append((part["config"], accepted))
+            for given, accepted in checked:
+                unknown = [name for name in given if name not in accepted]
+                if unknown:
+                    raise ValueError(
+                        f"'{file}' has a key that {str(part['class_name'])[:80]} does "
+                        f"not know.{did_you_mean(unknown, accepted)} Accepted: "
+                        f"{', '.join(dict.fromkeys(accepted))}. Received: "
+                        f"{', '.join(map(quote, unknown[:12]))}."
+                    )

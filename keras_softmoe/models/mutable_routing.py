@@ -137,11 +137,15 @@ def _compile_if_changed(model, step, make):
 
 def _check_run(model, step):
     """Check open scopes of `record`, the optimizer and the distribution of a model."""
-    if is_recording() and _is_traced(model, step):
+    backend, is_compiled = keras.backend.backend(), not model.run_eagerly
+    if backend == "jax":
+        # Gradients are always traced.
+        is_compiled = step == "train" or (model.jit_compile and is_compiled)
+    if is_recording() and is_compiled and backend != "torch":
         method = {"train": "fit", "test": "evaluate", "predict": "predict"}[step]
         raise ValueError(
             f"A scope of `routers.record` records nothing of `{method}`, which runs a "
-            f"function compiled by {keras.backend.backend()}: call the model itself, "
+            f"function compiled by {backend}: call the model itself, "
             f"`model(inputs)`, in the scope. Received: model={model.name!r}."
         )
     if step == "train":
@@ -187,12 +191,3 @@ def _check_optimizer(model):
             "call `compile` again, with a new optimizer. Received: the model "
             f"{model.name!r}, changed in {quote(changed[:3])}."
         )
-
-
-def _is_traced(model, step):
-    """Return whether a step is traced, so that its tensors do not outlive it."""
-    backend = keras.backend.backend()
-    if backend == "jax":
-        # Gradients are always traced.
-        return step == "train" or (model.jit_compile and not model.run_eagerly)
-    return backend == "tensorflow" and not model.run_eagerly

@@ -133,9 +133,9 @@ def patches(images, kernel, bias):
     stride = tuple(kernel.shape[:2])
     if keras.backend.backend() != "torch" or only_finds_shapes():
         return ops.conv(images, kernel, stride, data_format="channels_last") + bias
-    # PyTorch has channels before rows and columns.
-    images, kernel = as_tensor(images).permute(0, 3, 1, 2), as_tensor(kernel)
-    kernel = kernel.permute(3, 2, 0, 1)
+    # Images of the processor go to the device of Keras. PyTorch has channels first.
+    images = ops.convert_to_tensor(images).permute(0, 3, 1, 2)
+    kernel = as_tensor(kernel).permute(3, 2, 0, 1)
     grid = functional.conv2d(images, kernel, as_tensor(bias), stride)
     return grid.permute(0, 2, 3, 1)
 

@@ -104,9 +104,9 @@ def room_for(variables):
 def save_in_one_process(save, target):
     """Write variables to files in process 0, gathering shards from all processes.
 
-    Every process has to call this with the same model. If the writer fails, all raise.
-    `save` takes a path and may read any variables, in an order that does not depend on
-    their values; `target` returns a context manager that yields the path.
+    Every process calls this; if the writer fails, all raise. `save` takes a path and
+    reads variables in a fixed order, `target` returns a context manager that yields the
+    path.
     """
     if num_processes() == 1 or _IS_READING.get():
         with target() as path:

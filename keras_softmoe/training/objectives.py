@@ -103,21 +103,19 @@ class PrecisionAt1(keras.metrics.Mean):
         hits = ops.take_along_axis(is_label, best, axis=-1)[:, 0]
         weights = ops.max(is_label, axis=-1)
         if sample_weight is not None:
-            weights = weights * _one_per_image(ops.cast(sample_weight, self.dtype))
+            sample_weight = ops.cast(sample_weight, self.dtype)
+            shape = tuple(sample_weight.shape)
+            if len(shape) > 2 or (len(shape) == 2 and shape[1] != 1):
+                raise ValueError(
+                    "`sample_weight` must have one number per image, shape (B,) or (B, "
+                    f"1). Received: sample_weight with shape={shape}."
+                )
+            flat = sample_weight[:, 0] if len(shape) == 2 else sample_weight
+            weights = weights * flat
         super().update_state(hits, weights)
 
     def get_config(self):
         return {"name": self.name, "dtype": self.dtype}
-
-
-def _one_per_image(sample_weight):
-    shape = sample_weight.shape
-    if len(shape) > 2 or (len(shape) == 2 and shape[1] != 1):
-        raise ValueError(
-            "`sample_weight` must have one number per image, shape (B,) or (B, 1). "
-            f"Received: sample_weight with shape={tuple(shape)}."
-        )
-    return sample_weight[:, 0] if len(shape) == 2 else sample_weight
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")

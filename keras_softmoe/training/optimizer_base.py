@@ -14,8 +14,7 @@ from keras_softmoe.sharding.constraints import layout_of
 class ByVariable(adapter.OwnAverages):
     """Mixin, in front of an optimizer of Keras: weight decay by variable.
 
-    The averages of `use_ema=True` have no bias to the first step. `settings` are the
-    names of further arguments in the configuration.
+    `settings` are the names of further arguments in the configuration.
     """
 
     settings = ()

@@ -294,7 +294,10 @@ class Adafactor(ByVariable, keras.optimizers.Optimizer):
         super().build(variables)
         self._axes, self.momentums, self.second_moments = [], [], []
         for variable in variables:
-            axes = _axes_to_factor(variable.shape, self.min_dim_size_to_factor)
+            # The two largest axes, of equal ones the last, unless they are short.
+            shape, least = variable.shape, self.min_dim_size_to_factor
+            axes = sorted(range(len(shape)), key=lambda axis: shape[axis])[-2:]
+            axes = axes if len(axes) == 2 and shape[axes[0]] >= least else ()
             self._axes.append(axes)
             self.second_moments.append(
                 [
@@ -337,12 +340,6 @@ class Adafactor(ByVariable, keras.optimizers.Optimizer):
         # `mean` has the means of the second axis: along the first one, of all.
         mean_of_all = ops.mean(mean, axis=axes[0], keepdims=True)
         return roots[0] * roots[1] * ops.sqrt(mean_of_all)
-
-
-def _axes_to_factor(shape, min_size):
-    """Return the two largest axes, of equal ones the last, or `()` if too short."""
-    axes = sorted(range(len(shape)), key=lambda axis: shape[axis])[-2:]
-    return tuple(axes) if len(axes) == 2 and shape[axes[0]] >= min_size else ()
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")

@@ -85,9 +85,7 @@ def training_batches(
 ):
     """Return shuffled, augmented batches without end, see `Recipe.training_data`.
 
-    `rows` are single pairs of an image and a label or caption, `target_of` is applied
-    to the latter, and `shuffle_buffer` rows are those among which the next one is
-    drawn.
+    `rows` are pairs of an image and a label or caption, which `target_of` maps.
     """
     import tensorflow as tf
 

@@ -34,14 +34,8 @@ class WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
         timescale: float, steps after which a reciprocal square root is `0.7 * peak`.
         cooldown_steps: int, length of the cooldown of a reciprocal square root.
 
-    Call arguments:
-        - `step`: int, or int or float tensor of any shape: steps taken so far.
-
-    Returns:
-        float32 tensor of the shape of `step`.
-
-    Raises:
-        ValueError: if a number is out of range, or of another decay.
+    Called on `step`, int or a tensor of any shape, it returns float32 of that shape. A
+    number that is out of range, or of another decay, raises a `ValueError`.
 
     Source: V-MoE, table 6 and appendix B.3; Soft MoE, sections 3.3 and 3.4, appendix E;
     LIMoE, appendix A. Formulas from their released code.

@@ -186,7 +186,7 @@ def test_counts(name):
 @pytest.mark.parametrize(
     "overrides, labels, received",
     [
-        (tiny.DENSE, None, "ViTMoEBackbone, which is dense"),
+        (tiny.DENSE, None, "ViTMoEBackbone without any"),
         ({}, np.zeros(3, int), "5 images, 3 labels"),
         ({}, np.zeros(6, int), "5 images, 6 labels"),
     ],

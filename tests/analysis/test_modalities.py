@@ -215,10 +215,10 @@ def test_entropy():
 @pytest.mark.parametrize(
     "images, captions, received",
     [
-        (None, None, "none, none"),
-        (pairs.images()[:0], None, "0 images, none"),
-        (pairs.images(), ["a"], "3 images, 1 captions"),
-        (None, ["a", "b"], "captions of type list"),
+        (None, None, "neither"),
+        (pairs.images()[:0], None, "{'images': 0}"),
+        (pairs.images(), ["a"], "{'images': 3, 'captions': 1}"),
+        (None, ["a", "b"], "list, preprocessor=None"),
         (None, np.ones((2, 5), int), r"token ids of shape \(2, 5\)"),
         (tiny.pixels(3).astype("uint8"), None, "images of dtype=uint8"),
     ],

@@ -268,7 +268,7 @@ class Unbuilt(keras.Model):
         (
             lambda: tiny.backbone(**tiny.DENSE),
             tiny.images(1),
-            "MoE layers.*Received: ViT",
+            "MoE layers.*Received: a ViT",
         ),
         (Unbuilt, tiny.images(1), "Received: Unbuilt with built=False"),
         (soft_backbone, iter([]), "at least one batch.*Received: data="),

@@ -131,8 +131,6 @@ def test_experts_of_another_library_are_not_seen():
         num_experts=2,
         top_k=1,
     )
-    message = (
-        "(?s)this library's MoE layers.*Qwen3MoeBackbone.*another library.*add_experts"
-    )
+    message = "this library's MoE layers.*Received: a Qwen3MoeBackbone"
     with pytest.raises(ValueError, match=message):
         analysis.analyze(model, np.zeros((1, 2), "int32"), verbose=0)

@@ -227,7 +227,7 @@ def test_write(tmp_path, name):
     (tmp_path / name / "mine.txt").write_text("kept")
     presets.write(name, tmp_path / name)
     files = {file.name for file in (tmp_path / name).iterdir()}
-    expected = {"README.md", "config.json", "image_converter.json", "metadata.json"}
+    expected = {"config.json", "image_converter.json", "metadata.json"}
     if not name.startswith("limoe"):
         # That of captions needs a vocabulary, which the user brings.
         expected.add("preprocessor.json")

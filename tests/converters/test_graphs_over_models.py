@@ -113,11 +113,6 @@ def test_graph_with_factors_of_lora(family, tmp_path):
     assert differences(graph, reload(graph, tmp_path), inputs_of(model)) < 1e-5
 
 
-def test_a_clone_computes_the_same():
-    model = sparse("ViT")
-    assert differences(model, clone(model), inputs_of(model)) == 0
-
-
 def test_layers_are_of_one_model(tmp_path):
     """The file of a graph makes the model once, not for each layer."""
     graph = reload(with_head(sparse("DINOv2")), tmp_path)

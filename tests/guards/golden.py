@@ -161,9 +161,9 @@ def _decision(template, key, number, modalities, training, masked):
 # === Presets ===
 
 
-def predictions():
-    """Dict from the names of the trained presets to their outputs."""
-    return {name: outputs(name) for name in TRAINED}
+def predictions(names):
+    """Dict from the names of trained presets to their outputs."""
+    return {name: outputs(name) for name in names}
 
 
 def costs(names):
@@ -361,7 +361,7 @@ def read(name):
 
 def record():
     DIRECTORY.mkdir(exist_ok=True)
-    np.savez_compressed(DIRECTORY / "predictions.npz", **predictions())
+    np.savez_compressed(DIRECTORY / "predictions.npz", **predictions(TRAINED))
     np.savez_compressed(DIRECTORY / "decisions.npz", **decisions())
     for name, values in (
         ("costs", costs(ksm.presets.names())),

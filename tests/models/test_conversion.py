@@ -2,6 +2,7 @@
 
 import json
 import os
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -278,7 +279,7 @@ def test_failure_while_writing(tmp_path, params, monkeypatch):
     def fail(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(conversion, "_note_origin", fail)
+    monkeypatch.setattr(conversion, "json", SimpleNamespace(loads=fail))
     assert_refused(tmp_path, None, KeyboardInterrupt)
 
 

@@ -33,13 +33,14 @@ class Walk:
 
 def walk(function, *args, **kwargs):
     """Call a function and return its `Walk`."""
-    found, num_calls = {}, 0
+    found, num_calls, package = {}, 0, str(PACKAGE)
 
     def profile(frame, event, _):
         nonlocal num_calls
+        if event != "call":
+            return
         code = frame.f_code
-        inside = code.co_filename.startswith(str(PACKAGE)) and code.co_name[0] != "<"
-        if event == "call" and inside:
+        if code.co_filename.startswith(package) and code.co_name[0] != "<":
             file = pathlib.Path(code.co_filename).relative_to(PACKAGE).as_posix()
             num_calls += 1
             found.setdefault((file, code.co_qualname), None)

@@ -130,8 +130,7 @@ def test_decay_is_decoupled_from_the_rate(peak, vocabulary):
 
 
 def test_the_loss_of_two_towers_goes_with_their_bias(vocabulary, pairs):
-    augmentation = training.Augmentation(num_operations=1, magnitude=10)
-    recipe = training.recipe("soft_moe_contrastive", augmentation=augmentation, **SHORT)
+    recipe = training.recipe("soft_moe_contrastive", augmentation="light0", **SHORT)
     for bias, loss in ((None, "softmax"), (-10.0, "sigmoid")):
         model = make_towers(vocabulary, logit_bias=bias)
         recipe.compile(model, metrics=None)

@@ -78,7 +78,10 @@ def test_crops_and_flips_differ_from_image_to_image():
 
 def test_rand_augment_and_mixup():
     images, labels = make_data(4)
-    recipe = make_recipe("strong1", batch_size=64)
+    augmentation = training.Augmentation(
+        num_operations=1, magnitude=10, mixup_alpha=0.5
+    )
+    recipe = make_recipe(augmentation, batch_size=64)
     x, y = first(recipe.training_data((images, labels)))
     assert x.shape == (64, 8, 8, 3)
     assert np.isfinite(x).all() and x.min() >= 0 and x.max() <= 255.001

@@ -80,9 +80,8 @@ def quantize_as(model, quantization):
 class LayerOfModel:
     """Mixin of a layer whose configuration is that of its model, and its index there.
 
-    A graph over a model contains its layers. The configuration of a layer of KerasHub
-    does not say that experts have replaced its MLP, so the graph could not be loaded.
-    `described_by` is a namespace with `model` and `index`, which Keras does not track.
+    So a graph over a model with experts can be loaded. `described_by` is a namespace
+    with `model` and `index`, which Keras does not track.
     """
 
     def get_config(self):
@@ -106,11 +105,7 @@ class LayerOfModel:
 
 
 def describe_layers(model):
-    """Let the layers of a model be saved in graphs over it.
-
-    The classes of layers of KerasHub in its graph, and of all layers around experts,
-    become subclasses.
-    """
+    """Let the layers of a model be saved in graphs over it, by subclasses of theirs."""
     all_layers = list(surgery.sublayers(model))
     parents = {id(layer): parent for _, layer, parent in all_layers}
     around = set()

@@ -82,11 +82,9 @@ class ImageMoEInModel(_InModel, ImageMoE):
 def make_moe(router, parts, shape, settings, start="copies"):
     """Return a built `layers.MoE` whose experts are copies of an MLP.
 
-    An MLP that `plain_mlp` recognizes becomes a bank of experts, which is fast and
-    supports LoRA and int8. Any other is the template of the experts, by image if it
-    computes a token from other tokens, too. `parts` are its layers, `shape` is that of
-    the tokens, `(None, ..., D)`, and `settings` are those of `layers.MoE`, and
-    `by_image`.
+    An MLP that `plain_mlp` recognizes becomes a bank of experts, any other the template
+    of the experts. `parts` are its layers, `shape` is that of the tokens, `(None, ...,
+    D)`, and `settings` are those of `layers.MoE`, and `by_image`.
     """
     mlp = Chain(parts, name="mlp")
     settings = {"dtype": mlp.dtype_policy, **settings}
@@ -231,11 +229,7 @@ def _arrangements(dense, width):
 
 
 def mixes_tokens(mlp, shape):
-    """Return whether a layer computes a token from others or from its place, too.
-
-    With random weights, half of the tokens of an image are changed, and all are moved:
-    the other outputs must not change, and outputs must move with the tokens.
-    """
+    """Return whether a layer computes a token from others or from its place, too."""
     rng = np.random.default_rng(0)
     # (3, S, D)
     x = np.repeat(rng.normal(size=(1, math.prod(shape[1:-1]), shape[-1])), 3, axis=0)

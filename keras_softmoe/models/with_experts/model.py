@@ -213,11 +213,10 @@ def _adopt(backbone, held, layers):
 
 
 def _put_experts(model, sites, routers, held):
-    """Replace MLPs by mixtures of experts.
+    """Replace MLPs by mixtures of experts, where `sites` and `routers` are by block.
 
-    `sites` and `routers` are dicts from blocks. Returns a dict from blocks to
-    `layers.MoE`, and one from the `id` of a layer in the graph of a functional model to
-    its replacement.
+    Returns a dict from blocks to `layers.MoE`, and one from the `id` of a layer in the
+    graph to its replacement.
     """
     layers, in_graph = {}, {}
     images = held.moe_settings.get("by_image")

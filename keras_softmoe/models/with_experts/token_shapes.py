@@ -23,11 +23,7 @@ def ends(model):
 
 
 def check_sites(model, sites):
-    """Raise unless the sites that a user has named compute like MLPs in a call.
-
-    The names alone allow other layers, a wrong order, and activations or gates between
-    the parts, which would be applied to the outputs of the experts.
-    """
+    """Raise unless the sites that a user has named compute like MLPs in a call."""
     calls = {id(part): [] for site in sites for part in site.parts}
 
     def note(key, call, *args, **kwargs):
@@ -44,11 +40,7 @@ def check_sites(model, sites):
 
 
 def _check_flow(site, flow):
-    """Raise unless the calls of the parts of a site make up an MLP.
-
-    `flow` has arguments, keyword arguments and outputs of each part; `None` if one is
-    not called.
-    """
+    """Raise unless the calls of the parts of a site make up an MLP."""
     parts = ", ".join(
         f"{path!r} (`{type(part).__name__}`)"
         for path, part in zip(site.paths, site.parts, strict=True)
