@@ -69,6 +69,7 @@ RUNS_ON = {
     "layers/test_wrappers.py": ("torch",),
     "ops/test_selection.py": ("tensorflow", "torch"),
     "ops/test_tiles.py": ("jax",),
+    "routers/test_operators.py": ("torch",),
     # What it does in a layer is tested on all: `layers/test_lora.py`,
     # `layers/test_quantized_experts.py`.
     "models/test_adaptation.py": ("torch",),
