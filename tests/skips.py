@@ -66,6 +66,7 @@ RUNS_ON = {
     "test_keras_adapter.py": ("torch",),
     "sharding/*": ("torch",),
     "layers/test_one_graph.py": ("torch",),
+    "layers/test_quick_calls.py": ("torch",),
     "layers/test_wrappers.py": ("torch",),
     "ops/test_selection.py": ("tensorflow", "torch"),
     "ops/test_tiles.py": ("jax",),
