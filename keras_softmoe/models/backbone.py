@@ -311,8 +311,18 @@ class ModalityEncoder(keras.Model, MutableRouting):
         return {block.path: block.moe.router for block in blocks if block.moe}
 
 
+class _Normalized(keras.Operation):
+    """One operation: PyTorch would make a tensor of a number in a graph."""
+
+    def call(self, x):
+        x = ops.cast(x, "float32")
+        length = ops.sqrt(ops.sum(ops.square(x), axis=-1, keepdims=True))
+        return x / (length + 1e-8)
+
+    def compute_output_spec(self, x):
+        return keras.KerasTensor(x.shape, "float32")
+
+
 def normalized(x):
     """Return vectors of length one in float32, `x / (|x| + 1e-8)`."""
-    x = ops.cast(x, "float32")
-    length = ops.sqrt(ops.sum(ops.square(x), axis=-1, keepdims=True))
-    return x / (length + 1e-8)
+    return _Normalized()(x)

@@ -1,15 +1,16 @@
 """Operators that PyTorch dispatches: how many, and which copy or wait on a GPU.
 
-    KERAS_BACKEND=torch python -m tests.support.operators "token choice" [training]
+    KERAS_BACKEND=torch python -m tests.support.operators [name] [options]
 
-prints those of a mixture with a router, each with the line that calls it.
+prints their numbers for mixtures with each router, or for one also their names, each
+with the lines that call it. Options are `training`, `gradient`, `mask` and `group`.
 """
 
 import collections
 import contextlib
 import sys
-import traceback
 
+import keras
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -83,10 +84,10 @@ MIXTURES = {
 }
 
 
-def mixture(name):
+def made(name, **settings):
     """Return a built mixture of 8 experts, and other arguments of its calls."""
-    router, settings = MIXTURES[name]
-    layer = layers.MoE(router, mlp_dim=64, **settings)
+    router, own = MIXTURES[name]
+    layer = layers.MoE(router, mlp_dim=64, **own, **settings)
     layer.build((None, 16, 32))
     known = {}
     if layer.router.knows_modalities:
@@ -127,80 +128,60 @@ class Operators(TorchDispatchMode):
 
 
 def _place():
-    """Return the lines of the library that called an operator, the last two."""
-    lines = [
-        f"{frame.filename.rpartition('keras_softmoe/')[2]}:{frame.lineno}"
-        for frame in traceback.extract_stack(limit=60)
-        if "/keras_softmoe/" in frame.filename
-    ]
-    return " < ".join(lines[:-4:-1]) or "gradient"
+    """Return the last lines of the library that called an operator."""
+    lines, frame = [], sys._getframe(2)
+    while frame and len(lines) < 3:
+        _, inside, file = frame.f_code.co_filename.rpartition("/keras_softmoe/")
+        if inside:
+            lines.append(f"{file}:{frame.f_lineno}")
+        frame = frame.f_back
+    return " < ".join(lines) or "outside of the library"
 
 
-def count(layer, training=False, gradient=False, valid=None, images=4, **known):
-    """Return the `Operators` of a call; with those of its gradient, if wanted."""
-    x = np.random.default_rng(0).normal(size=(images, 16, 32)).astype("float32")
-    x = torch.from_numpy(x).requires_grad_(gradient)
-    if valid is not None:
-        valid = torch.from_numpy(valid)
-    known = {"training": training, "mask": valid, **known}
-    # The first call makes what others find: tables of constants, states.
-    layer(x, **known)
-    operators = Operators()
-    no_gradient = contextlib.nullcontext() if gradient or training else torch.no_grad()
-    with no_gradient, operators:
-        outputs = layer(x, **known)
-        losses = layer.losses
+def count(call, *inputs, gradient=False, **known):
+    """Return the `Operators` of the second call, and of its gradient if wanted.
+
+    The first call makes what others find: tables of constants, states.
+
+    Args:
+        call: Keras layer or model.
+        *inputs, **known: arrays and others, its arguments.
+        gradient: bool, whether the sum of outputs and losses is differentiated.
+    """
+    inputs, known = keras.tree.map_structure(
+        lambda x: torch.from_numpy(x) if isinstance(x, np.ndarray) else x,
+        (inputs, known),
+    )
+    call(*inputs, **known)
+    scope = contextlib.nullcontext() if known.get("training") else torch.no_grad()
+    with scope, Operators() as operators:
+        outputs = keras.tree.flatten(call(*inputs, **known))
         if gradient:
-            total = outputs.sum()
-            for loss in losses:
-                total = total + loss
-            total.backward()
+            sums = [output.sum() for output in outputs] + call.losses
+            sum(sums[1:], start=sums[0]).backward()
     return operators
 
 
-def table():
-    """Print a line for each mixture."""
-    valid = np.arange(16) < np.array([16, 9, 1, 0])[:, None]
-    modes = {
-        "predict": {},
-        "valid": {"valid": valid},
-        "train": {"training": True},
-        "step": {"training": True, "gradient": True},
-        "step, valid": {"training": True, "gradient": True, "valid": valid},
-        "group of 3": {"training": True, "gradient": True, "images": 4, "group": 3},
-    }
-    for name in MIXTURES:
-        cells = []
-        for mode in modes.values():
-            layer, known = mixture(name)
-            mode = dict(mode)
-            layer.group_images = mode.pop("group", 1)
-            if name.startswith("identity") and layer.group_images != 1:
-                pass
-            try:
-                found = count(layer, **mode, **known)
-                cells.append(
-                    f"{found.total}/{len(found.copies)}/{len(found.waits)}".rjust(12)
-                )
-            except Exception as error:
-                cells.append(f"{type(error).__name__[:11]}".rjust(12))
-        print(name.ljust(24), *cells)
+def tokens():
+    """Return 4 images of 16 tokens, and the mask of their real ones."""
+    x = np.random.default_rng(0).normal(size=(4, 16, 32)).astype("float32")
+    return x, np.arange(16) < np.array([16, 9, 1, 0])[:, None]
+
+
+def main(name="", *options):
+    for mixture in MIXTURES if not name else [name]:
+        layer, known = made(mixture)
+        (x, mask), training = tokens(), "training" in options
+        layer.group_images = 3 if "group" in options else 1
+        mask, gradient = mask if "mask" in options else None, "gradient" in options
+        found = count(
+            layer, x, mask=mask, training=training, gradient=gradient, **known
+        )
+        if name:
+            print(*(f"{name:24} {place}" for name, place in found.places), sep="\n")
+        print(f"{mixture:24} {found.total:4} operators,", end=" ")
+        print(f"{len(found.copies)} copies, {len(found.waits)} waits")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 1:
-        table()
-    else:
-        layer, known = mixture(sys.argv[1])
-        training = "training" in sys.argv
-        valid = None
-        if "valid" in sys.argv:
-            valid = np.arange(16) < np.array([16, 9, 1, 0])[:, None]
-        if "group" in sys.argv:
-            layer.group_images = 3
-        found = count(
-            layer, training, gradient="gradient" in sys.argv, valid=valid, **known
-        )
-        for name, place in found.places:
-            print(name.ljust(24), place)
-        print(found.total, "copies", len(found.copies), "waits", len(found.waits))
+    main(*sys.argv[1:])
