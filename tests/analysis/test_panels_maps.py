@@ -295,14 +295,3 @@ def patches():
     weights = [-np.sort(-rng.uniform(size=len(found))) for found in pictures]
     found = ExpertPatches(np.array([0.25, 0.75, 0.0]), pictures, weights)
     return RoutingMaps(0, 8, 3, False, patches=found)
-
-
-def test_patches_of_the_busiest_experts():
-    labels = [ax.get_ylabel() for ax in patches().plot("patches").axes]
-    labels = [label.split("\n")[0] for label in labels if label]
-    assert labels == ["expert 1", "expert 0", "expert 2"]
-    figure = patches().plot("patches", experts=[2])
-    assert figure.axes[0].get_ylabel() == "expert 2\n0.0%"
-    assert all(not ax.get_images() for ax in figure.axes)
-    with pytest.raises(ValueError, match=r"from 0 to 2.*experts=\[3\]"):
-        patches().plot("patches", experts=[3])
