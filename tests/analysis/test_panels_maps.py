@@ -72,13 +72,6 @@ def test_slots_are_drawn_where_they_take():
     assert "block 0" in figure.get_suptitle()
 
 
-def test_an_even_share_is_one_of_the_group():
-    backbone = make_backbone(ROUTERS["uniform"](), group_images=2)
-    figure = maps_of(backbone, make_images()).plot("slots", slots=[(0, 0)])
-    np.testing.assert_allclose(figure.axes[1].get_images()[-1].get_array(), 1, 1e-5)
-    assert "(1/16)" in figure.axes[-1].get_ylabel()
-
-
 def test_slots_that_do_not_exist():
     backbone, images = make_backbone(ROUTERS["soft"]()), make_images()
     for slots in (0, -1, [], [(4, 0)], [(0, 2)], [(-1, 0)]):
