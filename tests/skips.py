@@ -143,6 +143,7 @@ ON_ALL = {
     "models/test_fitting.py": (
         "test_loop_of_jax",
         "test_loop_of_tensorflow",
+        "test_without_tensorflow",
         "test_no_step_after_the_last_batch",
     ),
     "models/test_image_classifier.py": (

@@ -51,7 +51,6 @@ def value_and_gradients(fn, arrays, compiled=True):
             value, tensors, unconnected_gradients=tf.UnconnectedGradients.ZERO
         )
     else:
-
         tensors = [_leaf(a) for a in arrays]
         value = fn(*tensors)
         gradients = _torch_gradients(value, tensors)
