@@ -146,6 +146,7 @@ ON_ALL = {
         "test_loop_of_jax[sparse]",
         "test_loop_of_tensorflow[sparse]",
         "test_no_step_after_the_last_batch@jax",
+        "test_without_tensorflow",
     ),
     "models/test_image_classifier.py": (
         "test_fit_learns@jax",

@@ -157,7 +157,7 @@ def _can_fuse(tensors):
 
     # A tensor spread over devices has a type of its own. Transposed gradients would be
     # read in the wrong order.
-    return not torch.compiler.is_compiling() and all(
+    return all(
         type(x) is torch.Tensor
         and x.dtype in (torch.float32, torch.float64)
         and x.dtype == tensors[0].dtype
