@@ -367,15 +367,16 @@ def take_rows(rows, index):
     return ops.take(rows, index, axis=0)
 
 
-def batch_matmul(x, y):
-    """Compute `keras.ops.matmul` of `(G, N, M)` and `(G, M, D)` tensors.
+def matmul(x, y):
+    """Compute `keras.ops.matmul` of `(G, N, M)` and `(M, D)` or `(G, M, D)` tensors.
 
-    PyTorch's for tensors of any rank reshapes both, and the product. Where only shapes
-    are found, costs are counted by Keras' products.
+    PyTorch's for tensors of any rank reshapes both of rank three, and the product.
+    Where only shapes are found, costs are counted by Keras' products.
     """
-    if keras.backend.backend() == "torch" and not x.is_meta:
-        return x.bmm(y)
-    return ops.matmul(x, y)
+    x, y = as_tensor(x), as_tensor(y)
+    if keras.backend.backend() != "torch" or x.is_meta:
+        return ops.matmul(x, y)
+    return x.bmm(y) if y.dim() == 3 else x @ y
 
 
 # Views of Keras take ten times as long as those of PyTorch: a fifth of a small layer.
@@ -418,4 +419,6 @@ def softmax(logits, axis=-1):
     """
     if logits.shape[axis] == 1:
         return ops.ones_like(logits)
+    if keras.backend.backend() == "torch":
+        return as_tensor(logits).softmax(axis)
     return ops.softmax(logits, axis=axis)

@@ -28,8 +28,8 @@ from keras_softmoe.ops.assignment import assign_choices, gates_of_slots
 from keras_softmoe.ops.kernels import (
     add_rows,
     as_tensor,
-    batch_matmul,
     compiled_on_jax,
+    matmul,
     on_own_groups,
     reshape,
     take_rows,
@@ -187,7 +187,7 @@ def dispatch(tokens: Tensor, routing: Routing, sharded: bool = False) -> Tensor:
         # (G, S, E * C)
         weights = _merge_slots(ops.cast(routing.dispatch, tokens.dtype))
         # (G, E * C, D). Not `einsum`, whose gradient on TensorFlow copies operands.
-        slots = batch_matmul(ops.transpose(weights, (0, 2, 1)), tokens)
+        slots = matmul(ops.transpose(weights, (0, 2, 1)), tokens)
         return reshape(slots, (-1, num_experts, capacity, tokens.shape[-1]))
     if sharded:
         slots = _take_in_groups(tokens, routing.token)
@@ -234,7 +234,7 @@ def combine(
     if isinstance(routing, DenseRouting):
         weights = _merge_slots(ops.cast(routing.combine, outputs.dtype))
         outputs = reshape(outputs, (-1, num_experts * capacity, width))
-        return batch_matmul(weights, outputs)
+        return matmul(weights, outputs)
     gate = ops.cast(routing.gate, outputs.dtype)
     if sharded:
         outputs = outputs * ops.expand_dims(gate, -1)

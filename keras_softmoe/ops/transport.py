@@ -10,9 +10,9 @@ from keras import ops
 
 from keras_softmoe.ops.kernels import (
     as_tensor,
-    batch_matmul,
     compiled_on_jax,
     float32_at_least,
+    matmul,
     repeat,
     reshape,
 )
@@ -120,7 +120,7 @@ def _weighted_sums(x, weights):
     Not products of matrices on JAX and TensorFlow, which compute these in TF32 on GPUs.
     """
     if keras.backend.backend() == "torch":
-        return batch_matmul(x, weights)
+        return matmul(x, weights)
     weights = ops.transpose(weights, (0, 2, 1))
     return ops.sum(x * weights, axis=2, keepdims=True)
 

@@ -57,7 +57,7 @@ class ExpertChoice:
         """Return the `(G, S, K)` experts that tokens choose, best first, or `None`."""
         return None
 
-    def assign(self, selection, chosen, slots, valid, masks, seed, sharded):
+    def assign(self, selection, chosen, slots, *, valid, masks, seed, sharded):
         """Return `token` and `filled` of a `SlotRouting`, `(G, E, C)` each.
 
         Args:
@@ -115,7 +115,7 @@ class TokenChoice:
         order = top_indices(by_score, self.num_selected_experts, sharded)
         return take_along(chosen, order, axis=-1)
 
-    def assign(self, selection, chosen, slots, valid, masks, seed, sharded):
+    def assign(self, selection, chosen, slots, *, valid, masks, seed, sharded):
         return assign_choices(
             selection,
             chosen,
@@ -191,7 +191,7 @@ class Race(ExpertChoice):
         won = scores >= threshold
         return won if valid is None else won & valid[..., None]
 
-    def assign(self, selection, chosen, slots, valid, masks, seed, sharded):
+    def assign(self, selection, chosen, slots, *, valid, masks, seed, sharded):
         token, filled = best_tokens(selection, slots, valid, sharded)
         # Winners in the slots of their expert, the best first; others leave theirs
         # empty. (G, E, S)

@@ -20,6 +20,7 @@ from keras_softmoe.ops.assignment import (
     assign_choices,
     check_num_selected_experts,
 )
+from keras_softmoe.ops.kernels import matmul
 from keras_softmoe.ops.numbers import Constant, lowest, positions, where
 from keras_softmoe.routers.assignment import TokenChoice
 from keras_softmoe.routers.losses import MODALITIES, RoutingLoss
@@ -199,13 +200,13 @@ class Modalities:
     def logits(self, tokens, kernels, masks):
         """Return the `(G, S, E)` products of tokens and kernels."""
         if not self.per_modality:
-            return ops.matmul(tokens, kernels[0])
+            return matmul(tokens, kernels[0])
         kernels = dict(zip(MODALITIES, kernels, strict=True))
         if len(masks) == 1:
             (name,) = masks
-            return ops.matmul(tokens, kernels[name])
+            return matmul(tokens, kernels[name])
         # Both products of every token, as compilers need shapes: only half are used.
-        image, text = (ops.matmul(tokens, kernels[name]) for name in MODALITIES)
+        image, text = (matmul(tokens, kernels[name]) for name in MODALITIES)
         return ops.where(ops.expand_dims(masks["image"], -1), image, text)
 
     def allowed(self, logits, masks):
@@ -243,7 +244,7 @@ class ModalityTokenChoice(TokenChoice):
     normalize_gates: ClassVar[bool] = False
     priorities: ClassVar[tuple] = (*PRIORITIES, "image_first", "text_first")
 
-    def assign(self, selection, chosen, slots, valid, masks, seed, sharded):
+    def assign(self, selection, chosen, slots, *, valid, masks, seed, sharded):
         priority = self.priority
         # Only one of the two may be in a call: then all tokens go by position.
         modality, _, is_first = priority.rpartition("_")

@@ -16,7 +16,7 @@ from keras_softmoe.checks import (
     received,
 )
 from keras_softmoe.ops import DenseRouting
-from keras_softmoe.ops.kernels import reshape, softmax
+from keras_softmoe.ops.kernels import matmul, reshape, softmax
 from keras_softmoe.ops.numbers import lowest, normal_like, where
 from keras_softmoe.ops.selection import zero_padding
 from keras_softmoe.routers.router import Decision, Router
@@ -192,7 +192,7 @@ class SoftRouter(Router):
         mu = reshape(mu, (mu.shape[0], -1))
         if self.normalize:
             mu = mu * (self.scale * _inverse_norm(mu, axis=0))
-        logits = ops.matmul(tokens, mu)
+        logits = matmul(tokens, mu)
         if self.normalize:
             # Dividing the products is cheaper than dividing the tokens.
             logits = logits * _inverse_norm(tokens, axis=-1)

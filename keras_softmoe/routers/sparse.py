@@ -14,7 +14,7 @@ from keras_softmoe.keras_adapter.layers import flatten_layers
 from keras_softmoe.keras_adapter.runs import before_compiling_distillers
 from keras_softmoe.ops import SlotRouting
 from keras_softmoe.ops.assignment import gates_of_slots
-from keras_softmoe.ops.kernels import take_rows
+from keras_softmoe.ops.kernels import matmul, take_rows
 from keras_softmoe.ops.numbers import at_least, normal_like, positions, where
 from keras_softmoe.ops.routing import choice_routing
 from keras_softmoe.ops.selection import take_along
@@ -195,9 +195,8 @@ class SparseRouter(Router, PolicySettings):
             routing = choice_routing(gates, chosen, kept)
         else:
             # (G, E, C) each
-            token, filled = self.assignment.assign(
-                scores, chosen, slots, valid, masks, seed, sharded
-            )
+            known = {"valid": valid, "masks": masks, "seed": seed, "sharded": sharded}
+            token, filled = self.assignment.assign(scores, chosen, slots, **known)
             if limit is not None:
                 token, filled = _first_slots(token, filled, limit)
             gate = gates_of_slots(gates, token, filled)
@@ -241,7 +240,7 @@ class SparseRouter(Router, PolicySettings):
 
     def _logits(self, tokens, masks):
         if self.modalities is None:
-            logits = ops.matmul(tokens, self.kernel)
+            logits = matmul(tokens, self.kernel)
         else:
             kernels = [getattr(self, name) for name in self._kernel_names]
             logits = self.modalities.logits(tokens, kernels, masks)
