@@ -7,9 +7,9 @@ import os
 import signal
 import sys
 
-from keras_softmoe.files import atomic_directory, writing
+from keras_softmoe import files
 
-move, moved = writing.move, []
+move, moved = files.move, []
 
 
 def killed(file, path):
@@ -19,8 +19,8 @@ def killed(file, path):
     move(file, path)
 
 
-writing.move = killed
-with atomic_directory(sys.argv[1], ["*.json"]) as aside:
+files.move = killed
+with files.atomic_directory(sys.argv[1], ["*.json"]) as aside:
     for name in ("assets.json", "config.json"):
         (aside / name).write_text("second")
     if sys.argv[2] == "write":
