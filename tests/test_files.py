@@ -126,7 +126,7 @@ def test_room_is_made_sure_of(replaced, tmp_path):
 
 def write_again(target, where):
     """Write a directory, and be killed: in the middle, or after the first move."""
-    move, moved = writing.move, []
+    move, moved = files.move, []
 
     def killed_move(file, path):
         if moved:
@@ -134,7 +134,7 @@ def write_again(target, where):
         moved.append(path)
         move(file, path)
 
-    writing.move = killed_move
+    files.move = killed_move
     with replaced_preset(target) as aside:
         for name in ("assets.json", "config.json"):
             (aside / name).write_text("second")
