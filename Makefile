@@ -3,6 +3,7 @@
 # make check     lint and the heart of the suite on one backend; PyTorch if unset
 # make test      lint, then the whole suite on each backend in its own process
 # make test-jax  the suite on one backend; also test-tensorflow, test-torch
+# make test-cuda what computes, on a GPU of NVIDIA: on PyTorch, then on JAX
 # make test-all  with long tests, and each combination of parameters on each backend
 # make docs      the site, into build/site; a warning is an error
 # make notebooks executes all guides as notebooks, in short, in an environment of its own
@@ -55,7 +56,7 @@ $(SUITES) $(TORTURES): export OMP_NUM_THREADS ?= 1
 $(SUITES) $(TORTURES): export TF_NUM_INTRAOP_THREADS ?= 1
 $(SUITES) $(TORTURES): export TF_NUM_INTEROP_THREADS ?= 1
 
-.PHONY: install demo check test test-all lint docs $(SUITES) bench torture $(TORTURES) format clean \
+.PHONY: install demo check test test-cuda test-all lint docs $(SUITES) bench torture $(TORTURES) format clean \
     newest $(NEWEST) notebooks oldest $(OLDEST) real-weights nightly $(NIGHTLY) \
     wheel wheels $(WHEELS) wheel-bare
 
@@ -91,6 +92,27 @@ test: install
 	    || status=$$?; \
 	for backend in $(BACKENDS); do \
 	    echo "$$backend: $$(tail -n 1 build/$$backend.log)"; \
+	done; \
+	exit $$status
+
+# One process at a time has the card, in an environment with CUDA's builds of both. JAX
+# multiplies float32 in TF32 there unless told otherwise.
+CUDA ?= cuda13
+ON_A_CARD := tests/ops tests/routers tests/layers tests/models tests/training \
+    tests/reference
+test-cuda: export JAX_DEFAULT_MATMUL_PRECISION ?= highest
+test-cuda: export XLA_PYTHON_CLIENT_PREALLOCATE ?= false
+test-cuda: export TF_FORCE_GPU_ALLOW_GROWTH ?= true
+test-cuda: install
+	$(VENV)/python -m pip install --quiet "jax[$(CUDA)]"
+	$(VENV)/python -c "import jax, torch; torch.zeros(1).cuda(); jax.devices('gpu')"
+	@status=0; \
+	for backend in torch jax; do \
+	    $(MAKE) --no-print-directory test-$$backend CASES="$(ON_A_CARD)" \
+	        PYTEST_ADDOPTS= NICE= QUICK_XLA= || status=$$?; \
+	done; \
+	for backend in torch jax; do \
+	    echo "$$backend on CUDA: $$(tail -n 1 build/$$backend.log)"; \
 	done; \
 	exit $$status
 

@@ -66,6 +66,7 @@ RUNS_ON = {
     "test_keras_adapter.py": ("torch",),
     "sharding/*": ("torch",),
     "layers/test_one_graph.py": ("torch",),
+    "layers/test_quick_calls.py": ("torch",),
     "layers/test_wrappers.py": ("torch",),
     "ops/test_selection.py": ("tensorflow", "torch"),
     "ops/test_tiles.py": ("jax",),
@@ -146,6 +147,7 @@ ON_ALL = {
         "test_loop_of_jax[sparse]",
         "test_loop_of_tensorflow[sparse]",
         "test_no_step_after_the_last_batch@jax",
+        "test_without_tensorflow",
     ),
     "models/test_image_classifier.py": (
         "test_fit_learns@jax",
@@ -541,22 +543,37 @@ def selected(items, folder):
         if item in covers
         and (item.path not in own or is_in(ON_ALL, item, item.originalname))
     ]
-    return named | set(shared(rest))
+    return named | set(shared(rest, folder))
 
 
-def shared(items):
-    """Of the cases of a test JAX, slow to compile, runs a third, TensorFlow the rest.
+# Rooms with tests of one backend.
+_OF_A_BACKEND = ("distribution", "examples", "exporting")
 
-    Of those of `reference/`, numbers of the papers' own code, it is another third.
+
+def shared(items, folder):
+    """Of cases that PyTorch runs, too, JAX, slow to compile, takes a third.
+
+    TensorFlow takes the rest, or of those of `reference/`, numbers of the papers' own
+    code, another third.
     """
-    for _, tests in itertools.groupby(items, key=lambda i: (i.path, i.originalname)):
+    alone = [file for file, backends in RUNS_ON.items() if "torch" not in backends]
+    for (path, _), tests in itertools.groupby(
+        items, key=lambda i: (i.path, i.originalname)
+    ):
         tests = list(tests)
-        is_reference = tests[0].path.parent.name == "reference"
-        for index, test in enumerate(tests):
-            rest = index % 3
-            on_jax, on_tensorflow = rest == 0, rest == 1 or (rest and not is_reference)
-            if len(tests) == 1 or (on_jax if BACKEND == "jax" else on_tensorflow):
-                yield test
+        room = path.parent.name
+        if (
+            len(tests) == 1
+            or room in _OF_A_BACKEND
+            or path in map(folder.joinpath, alone)
+        ):
+            yield from tests
+        elif BACKEND == "jax":
+            yield from tests[::3]
+        elif room == "reference":
+            yield from tests[1::3]
+        else:
+            yield from (test for index, test in enumerate(tests) if index % 3)
 
 
 def parameters(item):

@@ -11,13 +11,13 @@ import sys
 
 import pytest
 
+from keras_softmoe import files
 from keras_softmoe.files import (
     WriteError,
     atomic_directory,
     atomic_file,
     read_whole,
     restore_interrupted,
-    writing,
 )
 from tests.skips import REASONS
 
@@ -126,7 +126,7 @@ def test_room_is_made_sure_of(replaced, tmp_path):
 
 def write_again(target, where):
     """Write a directory, and be killed: in the middle, or after the first move."""
-    move, moved = writing.move, []
+    move, moved = files.move, []
 
     def killed_move(file, path):
         if moved:
@@ -134,7 +134,7 @@ def write_again(target, where):
         moved.append(path)
         move(file, path)
 
-    writing.move = killed_move
+    files.move = killed_move
     with replaced_preset(target) as aside:
         for name in ("assets.json", "config.json"):
             (aside / name).write_text("second")
@@ -423,14 +423,14 @@ def test_all_files_are_put_back(tmp_path, monkeypatch):
     for name in ("a.json", "b.json", "old.json"):
         (target / name).write_text("first")
     (target / "link").symlink_to("nowhere")
-    move = writing.move
+    move = files.move
 
     def fails_once(file, path):
         if path.name == "b.json" and file.parent.name == "ready":
             raise PermissionError(errno.EPERM, "Operation not permitted")
         move(file, path)
 
-    monkeypatch.setattr(writing, "move", fails_once)
+    monkeypatch.setattr(files, "move", fails_once)
     with pytest.raises(WriteError, match="unchanged"):
         with atomic_directory(target, MARKS, keep=lambda path: False) as aside:
             for name in ("a.json", "a_new.json", "b.json"):

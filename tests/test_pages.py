@@ -77,12 +77,6 @@ def test_the_site_shows_every_recorded_figure(site):
         assert path.removeprefix("guides/") in guides.page(guide)
 
 
-def test_a_record_of_other_code_is_refused(monkeypatch):
-    monkeypatch.setattr(guides, "_digest", lambda code: "another")
-    with pytest.raises(ValueError, match="other code .*demo.* --guides demo`"):
-        guides.page("demo")
-
-
 def test_notebooks_have_the_code_and_the_output_of_the_guides():
     for name in guides.names():
         notebook = notebooks.notebook(name)

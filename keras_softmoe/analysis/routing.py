@@ -65,9 +65,6 @@ class Routing(NamedTuple):
             blocks: sequence of blocks. If `None`, all to which the figure applies, or
                 the first of them for a figure of one block.
             **options: the options of the figure, see the table of figures.
-
-        Raises:
-            ValueError: if the figure does not apply, or a block is missing.
         """
         check_choice("figure", figure, self.figures)
         found = self._drawable(figure)
@@ -143,10 +140,6 @@ def analyze(
         preprocessor: callable applied to each batch. By default a task's own; without
             one, images in `[-1, 1]` and token ids are expected.
         verbose: 0 for silence, 1 for a progress bar, 2 for one line.
-
-    Raises:
-        ValueError: if the model is dense or not built, or the data or an argument do
-            not fit it.
 
     Source: V-MoE, section 5 and appendices D and E; Soft MoE, section 3.6 and
     appendices B, E, H and I; LIMoE, appendices B.2, E.4, F and G.
@@ -256,9 +249,6 @@ class RoutingMonitor(keras.callbacks.Callback):
         last: int, how many of the last measurements of the usage are averaged.
         batch_size: int, inputs of an array at a time.
         preprocessor: as in `analysis.observe`.
-
-    Raises:
-        ValueError: if the model has no routers or an argument does not fit it.
 
     Source: Soft MoE, appendix E (figures 13 and 14); LIMoE, appendix E.4.
 

@@ -72,9 +72,6 @@ def observe(
         tuple of the results of the reducers, in their order. A block is named by its
         key in `model.routers`, such as its index, or by the name of its MoE layer.
 
-    Raises:
-        ValueError: if the model has no routers or is not built, or the data do not fit.
-
     Examples:
         >>> class Groups:
         ...     count = 0

@@ -41,9 +41,6 @@ def to_dense_model(
         attribute `feature_difference`, a float: the norm of the difference in outputs
         over the norm of the outputs.
 
-    Raises:
-        ValueError: if the model has no experts, or some that cannot be averaged.
-
     Examples:
         >>> router = ksm.routers.SoftRouter(num_experts=4)
         >>> soft = ksm.converters.add_experts(vit, (1,), router, verbose=0)

@@ -62,9 +62,6 @@ def upcycle(
         seed: int, of noise and clusters.
         **moe_settings: other arguments of `layers.MoE`.
 
-    Raises:
-        ValueError: if `dense` has experts already, or an argument does not fit.
-
     Source: Komatsuzaki et al. 2023 (Sparse Upcycling), section 3; clusters: Chu et al.
     2026 (arXiv 2604.13508), abstract; `split`: He et al. 2024 (arXiv 2410.07524).
 

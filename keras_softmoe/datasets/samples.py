@@ -145,9 +145,6 @@ def train_vocabulary(captions: Texts, vocabulary_size: int = 400) -> bytes:
     Returns:
         bytes, the `proto` of `keras_hub.tokenizers.SentencePieceTokenizer`.
 
-    Raises:
-        ValueError: if `captions` are no texts, or do not give `vocabulary_size` pieces.
-
     Source: T5 (arXiv 1910.10683), for the special pieces.
 
     Examples:

@@ -125,9 +125,6 @@ def layout_map(
         layouts: optional dict from a regular expression for whole paths to a tuple of
             axes of the mesh: rules that are added, or replace those with the same key.
 
-    Raises:
-        ValueError: if a rule has another form, or axes that the mesh does not have.
-
     Examples:
         >>> mesh = keras.distribution.DeviceMesh((1,), ["batch"], ["cpu:0"])
         >>> layouts = ksm.distribution.layout_map(mesh)

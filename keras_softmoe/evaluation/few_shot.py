@@ -122,9 +122,6 @@ def few_shot_probe(
         `FewShotResult`: `result[5].mean`, `.std`, `.l2`, `.accuracies` at 5 shots;
         `print(result)` shows a table.
 
-    Raises:
-        ValueError: if the data, the labels or an argument cannot be used.
-
     Source: V-MoE, section 3.4; Soft MoE, section 3.
 
     Examples:

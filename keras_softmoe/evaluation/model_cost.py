@@ -66,9 +66,6 @@ def cost(
         **changes: arguments of the backbone to change and settings of its routers, as
             in `from_preset`.
 
-    Raises:
-        ValueError: if the preset is unknown or damaged, or the model cannot be counted.
-
     Source: Soft MoE, section 2.3. Parameters of its table 9 are met within 0.15 %,
     operations within 0.6 %; parameters of V-MoE, table 8, within 0.1 %. Pairs: LIMoE,
     appendix D.2.

@@ -133,7 +133,7 @@ def check_vocabulary(token_ids, backbone):
 def check_pairs(backbone, images, token_ids):
     """Raise unless images, texts or both are batches that a model accepts."""
     if images is None and token_ids is None:
-        raise ValueError("There is nothing to encode. Received: None and None.")
+        raise ValueError("There is nothing to encode. Received: images=token_ids=None.")
     check_images(images, backbone.image_shape)
     check_token_ids(token_ids, backbone.sequence_length)
     shapes = [getattr(x, "shape", None) for x in (images, token_ids)]

@@ -54,7 +54,6 @@ def serialized_routers(model):
     return next(iter(found), None) if is_one else found
 
 
-#
 # The entry `quantization` repeats the `dtype` of quantized layers, because
 # `keras_hub.models.Backbone.from_preset` overwrites `dtype`, with `None` by default.
 

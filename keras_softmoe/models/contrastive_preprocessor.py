@@ -95,7 +95,7 @@ class ContrastivePreprocessor(keras_hub.models.Preprocessor):
         for row, caption, ids in found:
             ids = np.asarray(ids)
             if not len(ids):
-                raise ValueError(f"A caption must not be empty. Received: {caption!r}.")
+                raise ValueError(f"A caption must not be empty. Received: {caption=}.")
             if len(ids) > self.sequence_length and not self.truncate:
                 raise ValueError(
                     f"A caption has more tokens, {len(ids)}, than sequence_length="

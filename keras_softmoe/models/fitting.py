@@ -16,7 +16,7 @@ import threading
 import warnings
 import weakref
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -34,8 +34,9 @@ from keras_softmoe.keras_adapter.runs import (
 from keras_softmoe.models import data
 from keras_softmoe.routers import record
 
-# The share of tokens without an expert above which `fit` warns.
-_MANY = 0.3
+# The share of tokens without an expert above which `fit` warns, and the tokens for each
+# expert from which on it warns of experts that get none.
+_MANY, _ENOUGH = 0.3, 16
 
 
 def fit(  # noqa: D417
@@ -53,8 +54,9 @@ def fit(  # noqa: D417
 
     As `keras.Model.fit`, with preprocessing. Contrastive tasks drop the last incomplete
     batch of arrays. The metric `routing_loss` is the part of `loss` that routers add.
-    There is a warning if they drop more than 30 % of the tokens of a batch after the
-    first epoch or the last (not for `tf.data`, and not under a distribution).
+    There is a warning if they drop more than 30 % of the tokens of a batch, or no token
+    of it goes to an expert, after the first epoch or the last (not for `tf.data`, and
+    not under a distribution).
 
     Args:
         x: `(N, height, width, channels)` images from 0 to 255 (without a preprocessor,
@@ -219,7 +221,9 @@ class RoutingLoss:
 
 
 class _DropWarning(keras.callbacks.Callback):
-    """Callback that warns once of dropped tokens, after the first epoch or the last.
+    """Callback that warns once of dropped tokens and idle experts.
+
+    It looks at a batch after the first epoch and the last.
 
     Args:
         first_inputs: function that returns a batch of inputs of the model, or `None`.
@@ -242,21 +246,27 @@ class _DropWarning(keras.callbacks.Callback):
 
     def _check(self):
         inputs = None if self._has_warned else self._first_inputs()
-        dropped = {} if inputs is None else dropped_shares(self.model, inputs)
-        many = {block: share for block, share in dropped.items() if share > _MANY}
-        if not many:
-            return
-        self._has_warned = True
-        found = ", ".join(f"{share:.0%} at block {b}" for b, share in many.items())
-        warnings.warn(
-            "Many tokens are dropped: they have no expert and pass the block unchanged."
-            f" Received: {found}, of a batch of the training data after epoch "
-            f"{self._epochs}. Let several images share the slots of the experts "
-            "(`model.set_routing(group_images=8)`), raise `capacity_factor`, or, where "
-            "tokens choose, the weight of the balancing losses, or set "
-            "`bias_update_rate`.",
-            stacklevel=2,
-        )
+        found = {} if inputs is None else balance(self.model, inputs).items()
+        many = [f"{x.dropped:.0%} at block {b}" for b, x in found if x.dropped > _MANY]
+        idle = [f"{x.idle} of them at block {b}" for b, x in found if x.idle]
+        self._has_warned = bool(many or idle)
+        batch = f"of a batch of the training data after epoch {self._epochs}"
+        if many:
+            warnings.warn(
+                "Many tokens are dropped: they have no expert and pass the block "
+                f"unchanged. Received: {', '.join(many)}, {batch}. Let several images "
+                "share the slots of the experts (`model.set_routing(group_images=8)`), "
+                "raise `capacity_factor`, or, where tokens choose, the weight of the "
+                "balancing losses, or set `bias_update_rate`.",
+                stacklevel=2,
+            )
+        if idle:
+            warnings.warn(
+                f"Experts are idle: no token {batch} goes to them. Received: "
+                f"{', '.join(idle)}. Raise the weight of the balancing losses, set "
+                "`bias_update_rate`, or use fewer experts.",
+                stacklevel=2,
+            )
 
 
 def _with_drop_warning(model, rows, batches, batch_size, callbacks):
@@ -293,11 +303,23 @@ def _first_rows(x, number):
     return x[:number] if hasattr(x, "__getitem__") else x
 
 
-def dropped_shares(model, inputs):
-    """Return a dict from blocks to the share of tokens without an expert.
+class Balance(NamedTuple):
+    """How the experts of a block share the tokens of a batch.
 
-    Tokens in excess of all slots do not count: a capacity below the number of tokens is
-    a choice. The model and its random numbers stay the same.
+    Attributes:
+        dropped: float, the share of tokens without an expert. Tokens in excess of all
+            slots do not count: a capacity below the number of tokens is a choice.
+        idle: int, the number of experts without a token, 0 in small batches.
+    """
+
+    dropped: float
+    idle: int
+
+
+def balance(model, inputs):
+    """Return a dict from the blocks that route a batch sparsely to their `Balance`.
+
+    The model and its random numbers stay the same.
     """
     # Copies: an array of a PyTorch tensor shares its memory.
     draws = [(s, np.array(ops.convert_to_numpy(s))) for s in states_of_draws(model)]
@@ -310,14 +332,17 @@ def dropped_shares(model, inputs):
     finally:
         for state, value in draws:
             state.assign(value)
-    found = dict.fromkeys(decisions, 0.0)
+    found = {}
     for block, (routing, summary) in decisions.items():
         if "dropped" in summary:
             tokens = float(ops.sum(ops.cast(summary["valid"], "float32")))
             dropped = float(ops.sum(ops.cast(summary["dropped"], "float32")))
             if hasattr(routing, "filled"):
                 dropped -= max(tokens - math.prod(routing.filled.shape), 0.0)
-            found[block] = dropped / max(tokens, 1.0)
+            # Tokens of each expert in all groups, (E,)
+            load = ops.convert_to_numpy(ops.sum(summary["load"], axis=0))
+            idle = np.sum(load == 0) if tokens >= _ENOUGH * len(load) else 0
+            found[block] = Balance(dropped / max(tokens, 1.0), int(idle))
     return found
 
 

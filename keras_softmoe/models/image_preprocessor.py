@@ -22,10 +22,6 @@ class ViTMoEImageConverter(keras_hub.layers.ImageConverter):
     `keras_hub.layers.ImageConverter`. A model sets `image_size` of the converter in its
     preprocessor to its own.
 
-    Raises:
-        ValueError: if an argument is not among the accepted values, such as
-            `data_format="channels_first"`.
-
     Source: V-MoE's released code (value range).
 
     Examples:

@@ -62,8 +62,6 @@ class MutableRouting:
             ...     "vmoe_tiny_patch4_16e_32_glyphs"
             ... )
             >>> model.set_routing(priority="max", capacity_factor=0.5)
-            >>> model.set_routing(layers=[3], num_selected_experts=2)
-            >>> model.set_routing(group_images=8)
         """
         routers, chosen = self.routers, layers
         if layers is None:

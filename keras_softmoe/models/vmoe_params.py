@@ -135,9 +135,6 @@ def to_vmoe_params(model: keras.Model) -> dict:
     Returns:
         dict from flat name to NumPy array. `load_vmoe_params` reads it back.
 
-    Raises:
-        ValueError: if the model has a variable that those names do not cover.
-
     Examples:
         >>> parameters = ksm.converters.to_vmoe_params(classifier)
         >>> parameters["head/bias"].shape

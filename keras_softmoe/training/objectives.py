@@ -19,13 +19,8 @@ class SigmoidCrossentropy(keras.losses.Loss):
         name: str, name of the loss.
         dtype: see `keras.losses.Loss`.
 
-    Call arguments:
-        - `y_true`: `(B, num_classes)` tensor, labels from 0 to 1: one-hot, multi-hot or
-          mixed.
-        - `y_pred`: `(B, num_classes)` tensor, logits.
-
-    Returns:
-        `()` tensor, the mean over the images.
+    Called on `(B, num_classes)` labels from 0 to 1 and logits, it returns the mean over
+    the images.
 
     Source: V-MoE's and Soft MoE's released code ("sigmoid_xent"); the papers do not
     name their loss.
@@ -60,17 +55,9 @@ class PrecisionAt1(keras.metrics.Mean):
         name: str, name of the metric.
         dtype: dtype of the result and of the sums, Keras' default if `None`.
 
-    Call arguments:
-        - `y_true`: `(B, num_classes)` labels, positive where the class is a label of
-          the image (multi-hot).
-        - `y_pred`: `(B, num_classes)` logits or probabilities.
-        - `sample_weight`: optional weights of the images, `(B,)`, `(B, 1)` or a number.
-
-    Returns:
-        a float in [0, 1]; 0 before the first image with a label.
-
-    Raises:
-        ValueError: if labels and predictions differ in shape.
+    Called on `(B, num_classes)` labels (positive: the class is a label of the image),
+    predictions, and optional weights of the images, `(B,)`, `(B, 1)` or a number. The
+    result is 0 before the first image with a label.
 
     Source: V-MoE, appendix B.6, which does not mention images without labels.
 

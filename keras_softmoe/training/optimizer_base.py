@@ -1,5 +1,6 @@
 """Base of our optimizers: decay by variable and debiased averages."""
 
+import functools
 import math
 import re
 
@@ -9,6 +10,24 @@ from keras import ops
 from keras_softmoe.checks import received
 from keras_softmoe.keras_adapter import runs as adapter
 from keras_softmoe.sharding.constraints import layout_of
+
+
+def _left_out_by_torch_compile(method):
+    """Wrap a method that takes longer to compile than it could ever save.
+
+    PyTorch's compiler reads each weight's update for itself.
+    """
+
+    @functools.wraps(method)
+    def run(self, *args, **kwargs):
+        if keras.backend.backend() == "torch":
+            import torch
+
+            if torch.compiler.is_compiling():
+                return torch.compiler.disable(method)(self, *args, **kwargs)
+        return method(self, *args, **kwargs)
+
+    return run
 
 
 class ByVariable(adapter.OwnAverages):
@@ -56,6 +75,7 @@ class ByVariable(adapter.OwnAverages):
         dtype = dtype or variable.dtype
         return self.add_variable(shape, dtype=dtype, layout=layout, name=name)
 
+    @_left_out_by_torch_compile
     def apply(self, grads, trainable_variables=None):
         if keras.backend.backend() == "tensorflow":
             import tensorflow as tf

@@ -41,19 +41,12 @@ class Adam(ByVariable, InOnePass, keras.optimizers.Optimizer):
             rate for all, in place of the rules), `global_clipnorm`, `use_ema`,
             `ema_momentum` (1 is the mean of all steps).
 
-    Raises:
-        ValueError: if a rule is not a pair, or both kinds of weight decay are given.
-
     Source: V-MoE, table 6 and appendices B.3 (decay 0.03 for kernels, 3 for the head;
     first moments in half precision) and B.4 (debiased Polyak averaging).
 
     Examples:
-        >>> optimizer = ksm.training.Adam(
-        ...     ksm.training.WarmupSchedule(8e-4, 300_000, 10_000),
-        ...     weight_decay_rules=[("predictions/kernel", 3.0), ("kernel$", 0.03)],
-        ...     global_clipnorm=1.0,
-        ... )
-        >>> classifier.compile(optimizer)
+        >>> rules = [("predictions/kernel", 3.0), ("kernel$", 0.03)]
+        >>> classifier.compile(ksm.training.Adam(1e-3, weight_decay_rules=rules))
     """
 
     settings = ("beta_1", "beta_2", "epsilon", "momentum_dtype")
@@ -157,7 +150,7 @@ def _can_fuse(tensors):
 
     # A tensor spread over devices has a type of its own. Transposed gradients would be
     # read in the wrong order.
-    return not torch.compiler.is_compiling() and all(
+    return all(
         type(x) is torch.Tensor
         and x.dtype in (torch.float32, torch.float64)
         and x.dtype == tensors[0].dtype
@@ -244,10 +237,8 @@ class Adafactor(ByVariable, keras.optimizers.Optimizer):
     2022 (Scaling Vision Transformers), section 3.4. Numbers from the released code.
 
     Examples:
-        >>> optimizer = ksm.training.Adafactor(
-        ...     ksm.training.WarmupSchedule(8e-4, 300_000, 10_000, decay="rsqrt")
-        ... )
-        >>> classifier.compile(optimizer)
+        >>> schedule = ksm.training.WarmupSchedule(8e-4, 300_000, 10_000, decay="rsqrt")
+        >>> classifier.compile(ksm.training.Adafactor(schedule))
     """
 
     settings = (

@@ -74,9 +74,6 @@ class Recipe:
         steps_per_epoch: int, steps between reports of `fit`, `None` for all steps.
         source: str, papers, sections and tables of the numbers.
 
-    Raises:
-        ValueError: if a setting is out of range or unknown, or two contradict.
-
     Examples:
         >>> recipe = ksm.training.recipe(
         ...     "finetuning", num_classes=10, steps=2, image_size=32, batch_size=4

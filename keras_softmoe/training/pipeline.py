@@ -199,10 +199,10 @@ class _Equalization(keras.layers.Equalization):
 
 def labelled_rows(data, num_classes):
     """Return a data set, and a function that makes its labels dense."""
-    import tensorflow as tf
-
     check_whole_numbers(1, num_classes=num_classes)
     rows, label = _rows(data)
+    import tensorflow as tf
+
     rule = f"Labels must be from 0 to {num_classes - 1}."
     if rows is not data:
         labels = np.asarray(data[1])
@@ -231,9 +231,9 @@ def labelled_rows(data, num_classes):
 
 def captioned_rows(data):
     """Return a data set of images and captions, and the identity."""
+    rows, caption = _rows(data)
     import tensorflow as tf
 
-    rows, caption = _rows(data)
     is_text = caption.dtype == tf.string and caption.shape.rank == 0
     if not (is_text or (caption.dtype.is_integer and caption.shape.rank == 1)):
         raise ValueError(
@@ -245,8 +245,12 @@ def captioned_rows(data):
 
 def _rows(data):
     """Return a data set of pairs of image and target, and the spec of a target."""
-    import tensorflow as tf
-
+    try:
+        import tensorflow as tf
+    except ImportError as error:
+        raise ImportError(
+            "The data of recipes are `tf.data` pipelines: `pip install tensorflow`."
+        ) from error
     if isinstance(data, tuple | list) and len(data) == 2:
         images, others = data
         if len(images) != len(others) or not len(images):

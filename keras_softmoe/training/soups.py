@@ -44,9 +44,6 @@ def greedy_soup(
             held out. It is called up to `len(checkpoints) * max_size` times.
         max_size: int, parts of the soup at most. LIMoE-H/14's has eight.
 
-    Raises:
-        ValueError: if a checkpoint does not fit the model, or a score is no number.
-
     Source: LIMoE, appendix A.3 ("Checkpoint souping"), after Wortsman et al. 2022
     (model soups), section 2.
 

@@ -72,13 +72,6 @@ def test_slots_are_drawn_where_they_take():
     assert "block 0" in figure.get_suptitle()
 
 
-def test_an_even_share_is_one_of_the_group():
-    backbone = make_backbone(ROUTERS["uniform"](), group_images=2)
-    figure = maps_of(backbone, make_images()).plot("slots", slots=[(0, 0)])
-    np.testing.assert_allclose(figure.axes[1].get_images()[-1].get_array(), 1, 1e-5)
-    assert "(1/16)" in figure.axes[-1].get_ylabel()
-
-
 def test_slots_that_do_not_exist():
     backbone, images = make_backbone(ROUTERS["soft"]()), make_images()
     for slots in (0, -1, [], [(4, 0)], [(0, 2)], [(-1, 0)]):
@@ -295,14 +288,3 @@ def patches():
     weights = [-np.sort(-rng.uniform(size=len(found))) for found in pictures]
     found = ExpertPatches(np.array([0.25, 0.75, 0.0]), pictures, weights)
     return RoutingMaps(0, 8, 3, False, patches=found)
-
-
-def test_patches_of_the_busiest_experts():
-    labels = [ax.get_ylabel() for ax in patches().plot("patches").axes]
-    labels = [label.split("\n")[0] for label in labels if label]
-    assert labels == ["expert 1", "expert 0", "expert 2"]
-    figure = patches().plot("patches", experts=[2])
-    assert figure.axes[0].get_ylabel() == "expert 2\n0.0%"
-    assert all(not ax.get_images() for ax in figure.axes)
-    with pytest.raises(ValueError, match=r"from 0 to 2.*experts=\[3\]"):
-        patches().plot("patches", experts=[3])

@@ -27,23 +27,6 @@ def test_token_weights():
     np.testing.assert_allclose(mean.get_xdata(), 6 / NUM_TOKENS)
 
 
-def test_expert_contributions():
-    given = statistics()
-    # Far apart; one counts for nothing.
-    weights = np.array([[0, 0], [0.01, 0], [0.49, 0.5]])
-    given[3] = given[3]._replace(slot_contribution=weights)
-    (ax,) = plot("contributions", {1: given[1]}).axes
-    (line,) = ax.lines
-    ordered = np.sort(given[1].expert_contribution)
-    np.testing.assert_allclose(line.get_xdata(), [1, 2, 3])
-    np.testing.assert_allclose(line.get_ydata(), ordered / ordered[0])
-    assert line.get_label() == f"block 1: {ordered[-1] / ordered[0]:.3g}×"
-    assert ax.get_ylim()[0] <= 1 < ordered[-1] / ordered[0] <= ax.get_ylim()[1]
-    (ax,) = plot("contributions", given).axes
-    assert ax.get_yscale() == "log"
-    np.testing.assert_allclose(ax.lines[1].get_ydata(), [0, 1, 99])
-
-
 @pytest.mark.parametrize("weights", ["dispatch", "combine"])
 def test_concentration(weights):
     given = statistics()

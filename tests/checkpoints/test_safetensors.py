@@ -124,7 +124,7 @@ def test_file_that_becomes_shorter(tmp_path):
 def test_other_kinds_of_files(tmp_path):
     for name in ("pytorch_model.bin", "model.pt", "model.txt"):
         (tmp_path / name).write_bytes(b"\x80\x04N.")
-        with pytest.raises(ValueError, match="Pickled files .* can execute code"):
+        with pytest.raises(ValueError, match="pickled files can execute code"):
             converters.dense_model(tmp_path / name)
     with pytest.raises(ValueError, match="has no weights in a supported"):
         converters.dense_model(tmp_path)
@@ -186,7 +186,7 @@ def test_names_that_are_missing(tmp_path, arrays):
 
 
 def test_heads_that_nothing_tells(tmp_path, arrays):
-    with pytest.raises(converters.CheckpointError, match="Pass `num_heads=...`"):
+    with pytest.raises(converters.CheckpointError, match="pass `num_heads`, or put"):
         convert(tmp_path, arrays, num_heads=None)
     with pytest.raises(converters.CheckpointError, match="Received: 5"):
         convert(tmp_path, arrays, num_heads=5)

@@ -409,7 +409,7 @@ def test_routers_without_weights(dense, router, message):
         ({"noise_std": -1}, "`noise_std`.*at least 0"),
         ({"seed": -1}, "`seed`"),
         ({"images": MANY[0]}, "Make a batch of one"),
-        ({"images": MANY[:0]}, "Received: no image"),
+        ({"images": MANY[:0]}, "Received: 0 images"),
         ({"images": MANY[:, :4]}, "Resize them"),
         ({"images": np.where(MANY < 0.9, MANY, np.nan)}, "must be finite.*image 0 of"),
         ({"images": tiny.pixels(2).astype("uint8")}, r"floats in \[-1, 1\]"),

@@ -266,7 +266,7 @@ def test_a_backup_may_be_used_again_after_an_interruption(whole, tmp_path):
             {"optimizer": keras.optimizers.Adam(gradient_accumulation_steps=2)},
             "another optimizer.*Received: 14 variables, for 10",
         ),
-        ({"frozen": [2]}, "frozen. Freeze.*Received: trainable=False for '.*dense"),
+        ({"frozen": [2]}, "were frozen.*Received: trainable=False for '.*dense"),
     ],
 )
 def test_a_foreign_backup_changes_nothing(arguments, message, tmp_path):
@@ -377,7 +377,7 @@ def test_a_file_that_cannot_be_read(damage, tmp_path):
         else:
             with h5py.File(path, "a") as file:
                 del file["model/0"].attrs["dtype"]
-    with pytest.raises(ValueError, match="training.h5' cannot be read.*Remove it"):
+    with pytest.raises(ValueError, match="training.h5' cannot be read: it is damaged"):
         begin(tmp_path)
 
 
@@ -388,7 +388,7 @@ def test_an_unbuilt_model_is_told_from_another_one(tmp_path):
     model.compile("adam", "mse")
     backup = Backup(tmp_path)
     backup.set_model(model)
-    with pytest.raises(ValueError, match="must be built before the backup"):
+    with pytest.raises(ValueError, match="must be built before it is restored"):
         backup.on_train_begin()
 
 

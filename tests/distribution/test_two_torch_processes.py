@@ -74,9 +74,9 @@ def test_a_process_holds_half_of_the_experts(found):
 @pytest.mark.parametrize(
     "name, words",
     [
-        ("mesh", "on JAX only.*leave `mesh_shape` out"),
+        ("mesh", "on JAX only.*mesh_shape="),
         ("devices", r"Accepted: \['cpu:0', 'cpu:1'\].*Received: devices=\['cpu:0'\]"),
-        ("experts", "num_experts=3.*start fewer processes"),
+        ("experts", "Received: num_experts=3"),
         ("seeds", "set_random_seed"),
         ("replicas", "DistributedDataParallel"),
         ("generator", r"Received: x=generator.*auto_shard_dataset=False"),

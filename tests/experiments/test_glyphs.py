@@ -4,7 +4,7 @@ import unicodedata
 
 import numpy as np
 
-from experiments.synthetic import GLYPH_CLASSES, fonts, glyph_bank, glyphs
+from experiments.synthetic import GLYPH_CLASSES, glyphs
 
 
 def test_shapes_types_and_classes():
@@ -63,12 +63,3 @@ def test_classes_hold_no_digit_of_any_script():
         for plain in unicodedata.normalize("NFKC", character):
             assert unicodedata.category(plain)[0] != "N", character
             assert unicodedata.numeric(plain, None) is None, character
-
-
-def test_every_class_has_several_fonts():
-    bank = glyph_bank.glyph_bank()
-    size = fonts.FIELD
-    assert bank.fields.shape == (2, bank.count.sum(), size, size)
-    assert bank.fields.dtype == np.uint8
-    assert bank.count.min() >= 2
-    np.testing.assert_array_equal(bank.first[1:], bank.first[:-1] + bank.count[:-1])

@@ -2,18 +2,12 @@
 
 import dataclasses
 import json
-import re
-import sys
 
 import keras
 import numpy as np
 import pytest
 
-from experiments import glyph_presets, limoe_presets, upload_presets
-from experiments.letters import __main__ as letters, answers, presets, upcycling
 from experiments.lib import runs
-from experiments.pages import __main__ as pages
-from experiments.real_weights import __main__ as real_weights, dinov2
 from keras_softmoe import models
 from tests.support import tiny
 from tests.support.close import assert_near
@@ -111,26 +105,3 @@ def test_a_training_with_other_settings_is_refused(tmp_path):
     with pytest.raises(ValueError, match="Received: 'tiny'"):
         runs.finish(other, tmp_path)
     assert runs.finish(same, tmp_path) == done
-
-
-COMMANDS = [
-    answers,
-    glyph_presets,
-    letters,
-    limoe_presets,
-    pages,
-    presets,
-    upcycling,
-    dinov2,
-    real_weights,
-    upload_presets,
-]
-
-
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.__name__)
-def test_help(command, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["command", "--help"])
-    with pytest.raises(SystemExit) as end:
-        command.main()
-    assert end.value.code == 0
-    assert re.search(r"usage: .*options:", capsys.readouterr().out, flags=re.DOTALL)

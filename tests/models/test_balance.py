@@ -113,7 +113,8 @@ def warnings_of(run):
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         run()
-    return [str(w.message) for w in said if "tokens are dropped" in str(w.message)]
+    messages = [str(w.message) for w in said]
+    return [m for m in messages if m.startswith(("Many tokens", "Experts are idle"))]
 
 
 def batches():
@@ -149,7 +150,7 @@ def test_fit_warns_of_what_begins_after_the_first_epoch():
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: collapsed(capacity_factor=None),
+        lambda: collapsed(capacity_factor=4.0),
         lambda: classifier(routers.SoftRouter(EXPERTS)),
         lambda: classifier(**tiny.DENSE),
     ],
@@ -162,10 +163,19 @@ def test_fit_does_not_warn(make):
 def test_share_of_dropped_tokens():
     model = collapsed(capacity_factor=0.5, group_images=2)
     # Of 8 tokens in a group one is taken; for 4 of them there are no slots.
-    (share,) = fitting.dropped_shares(model, tiny.images(BATCH)).values()
-    assert share == pytest.approx((8 - 1 - 4) / 8)
+    (found,) = fitting.balance(model, tiny.images(BATCH)).values()
+    assert found.dropped == pytest.approx((8 - 1 - 4) / 8)
     (block,) = analysis.analyze(model, tiny.pixels(BATCH), verbose=0).blocks.values()
     assert block.dropped == pytest.approx(7 / 8)
+
+
+@pytest.mark.parametrize("capacity_factor", [None, 4.0], ids=["dropless", "slots"])
+def test_fit_warns_of_idle_experts(monkeypatch, capacity_factor):
+    monkeypatch.setattr(fitting, "_ENOUGH", 1)
+    model = collapsed(capacity_factor=capacity_factor)
+    (message,) = warnings_of(lambda: fit(model, epochs=3))
+    assert f"{EXPERTS - 1} of them at block 0" in message and "idle" in message
+    assert "after epoch 1" in message and "bias_update_rate" in message
 
 
 def test_the_look_at_a_batch_changes_nothing(monkeypatch):

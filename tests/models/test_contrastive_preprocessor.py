@@ -135,7 +135,7 @@ def test_no_captions(model):
         (3, 2, {}, "3 images, 2 captions"),
         (2, 3, {}, "2 images, 3 captions"),
         (1, 1, {}, "two or more.*1 images, 1 captions"),
-        (3, 3, {"batch_size": 1}, "two or more in all.*batch_size=1"),
+        (3, 3, {"batch_size": 1}, "at least 2.*batch_size=1"),
     ],
 )
 def test_bad_pairs(model, num_images, num_captions, arguments, message):
@@ -253,7 +253,7 @@ def test_without_preprocessor(without_preprocessor, model):
         lambda: bare.encode_text(captions()),
         lambda: bare.fit(tiny.images(BATCH), captions(), verbose=0),
     ):
-        with pytest.raises(ValueError, match="(?s)no tokenizer.*`preprocessor`"):
+        with pytest.raises(ValueError, match="need a task with a `preprocessor`"):
             call()
     with pytest.raises(ValueError, match=r"\(None, 8\).*\(3, 7\)"):
         bare.encode_text(ids[:, :7])
@@ -331,7 +331,7 @@ def test_preprocessor_and_backbone_must_fit(overrides, message):
 
 def test_bad_preprocessors():
     tokenizer = models.LIMoETokenizer(tiny_limoe.vocabulary(), sequence_length=4)
-    with pytest.raises(ValueError, match="without a length.*sequence_length=4"):
+    with pytest.raises(ValueError, match="has no length.*sequence_length=4"):
         models.LIMoEPreprocessor(tokenizer)
     with pytest.raises(ValueError, match="positive integer.*sequence_length=0"):
         tiny_limoe.preprocessor(sequence_length=0)

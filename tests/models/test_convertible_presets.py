@@ -155,7 +155,7 @@ def test_checkpoint_of_another_model(released, tmp_path):
     ],
 )
 def test_preset_of_another_kind(released, name, kind):
-    with pytest.raises(ValueError, match=f"'{kind}'. Convertible are: .*{NAME}"):
+    with pytest.raises(ValueError, match=f"Only these.*{NAME}.*of kind '{kind}'"):
         presets.convert(name)
 
 

@@ -1,15 +1,18 @@
 """What users do with any model of Keras: loops, callbacks, optimizers, precisions."""
 
 import functools
+import subprocess
+import sys
 
 import keras
 import numpy as np
 import pytest
 
-from keras_softmoe import layers
+from keras_softmoe import layers, training
 from tests.skips import only_on
 from tests.support import tiny
 from tests.support.close import assert_near
+from tests.support.processes import ROOT
 from tests.support.references import to_numpy
 
 BATCH = 4
@@ -53,7 +56,8 @@ def values(model):
 @only("torch")
 # PyTorch's compiler looks at all attributes of a tensor.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-def test_compiled_once_for_a_shape(monkeypatch):
+@pytest.mark.parametrize("optimizer", [keras.optimizers.SGD, training.Adam])
+def test_compiled_once_for_a_shape(monkeypatch, optimizer):
     import torch
 
     graphs = []
@@ -71,7 +75,7 @@ def test_compiled_once_for_a_shape(monkeypatch):
         inputs = keras.Input((6, 8))
         x = layers.MoE(tiny.SOFT, mlp_dim=6)(inputs)
         model = keras.Model(inputs, keras.layers.Dense(3)(x[:, 0]))
-        model.compile("sgd", "mse", jit_compile=jit_compile)
+        model.compile(optimizer(0.01), "mse", jit_compile=jit_compile)
         x, y = tiny.images(8).reshape(-1, 6, 8), np.zeros((32, 3))
         counts = Counts(graphs)
         callbacks = [counts]
@@ -92,6 +96,18 @@ class Counts(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         self.found.append(len(self.things))
+
+
+@only("jax", "torch")
+def test_without_tensorflow():
+    """In another process, since KerasHub imports it here."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.support.without_tensorflow"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.endswith("done\n"), done.stdout + done.stderr
 
 
 @only("torch")

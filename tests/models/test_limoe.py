@@ -290,7 +290,7 @@ def test_bad_argument(wrong, message):
         ({"token_ids": np.zeros((3, 9), "int32")}, r"\(None, 8\).*\(3, 9\)"),
         ({"token_ids": np.zeros(8, "int32")}, r"\(None, 8\).*\(8,\)"),
         ({"images": np.zeros((2, 8, 8, 3))}, "equally many.*2 images, 3 texts"),
-        ({"images": None, "token_ids": None}, "nothing to encode.*images=None"),
+        ({"images": None, "token_ids": None}, "nothing to encode.*=None"),
     ],
 )
 def test_bad_pairs(wrong, message):

@@ -164,7 +164,7 @@ def test_kernel_of_another_layout_is_refused():
 @pytest.mark.parametrize(
     "values, message",
     [
-        (np.full(3, 1j), "real numbers.*head/bias .complex128.*imaginary"),
+        (np.full(3, 1j), "real numbers.*head/bias .complex128"),
         (np.array(["a", "b", "c"]), "real numbers.*head/bias"),
         (np.array([0.0, np.nan, 1.0]), "finite.*'head/bias'"),
         (np.array([0.0, np.inf, 1.0]), "finite.*'head/bias'"),

@@ -10,6 +10,7 @@ import pytest
 from keras import ops
 
 from keras_softmoe import training
+from tests.skips import only_on
 from tests.support.close import assert_near
 from tests.support.references import to_numpy
 
@@ -115,6 +116,59 @@ def test_adam_takes_gradients_in_any_layout():
         values.append(to_numpy(variable.value))
     assert_equal(values[:1], values[1:])
     assert np.all(values[0] != 1)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"learning_rate": SCHEDULE},
+        {"weight_decay": 0.1},
+        {"weight_decay": 0.1, "global_clipnorm": 1.0},
+        {"clipvalue": 0.5, "gradient_accumulation_steps": 3},
+        {"use_ema": True, "loss_scale_factor": 8.0},
+    ],
+)
+def test_adam_is_that_of_keras(arguments):
+    """But for the place of an epsilon that is not as small as this one."""
+    arguments = {"learning_rate": 0.01, "epsilon": 1e-12, **arguments}
+    results = []
+    for cls in (training.Adam, keras.optimizers.AdamW):
+        variables = make_variables()
+        optimizer = cls(**{"weight_decay": 0.0, **arguments})
+        if "weight_decay" in arguments:
+            optimizer.exclude_from_weight_decay(var_names=["bias"])
+        results.append(apply(optimizer, variables, make_gradients(variables, 21))[-1])
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-6, atol=1e-7)
+
+
+@only_on("torch", because="one backend")
+@pytest.mark.parametrize("floatx", ["float16", "float32", "float64"])
+def test_adam_takes_one_pass_on_torch(floatx):
+    """One call for each rate of decay. On a GPU it reads its rate in float32."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Calls(TorchDispatchMode):
+        found = []
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if "fused_adamw" in str(function):
+                self.found.append((len(args[0]), kwargs["lr"].dtype))
+            return function(*args, **(kwargs or {}))
+
+    keras.config.set_floatx(floatx)
+    try:
+        variables = make_variables("float32")
+        optimizer = training.Adam(weight_decay_rules=[("kernel$", 0.1)])
+        with Calls() as calls:
+            apply(optimizer, variables, make_gradients(variables, 1))
+    finally:
+        keras.config.set_floatx("float32")
+    assert [(number, str(dtype)) for number, dtype in calls.found] == [
+        (2, "torch.float32"),
+        (1, "torch.float32"),
+    ]
 
 
 def test_adam_with_momentum_in_bfloat16():
