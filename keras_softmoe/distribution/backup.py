@@ -288,9 +288,6 @@ def _draw(iterator, count):
     return first
 
 
-# === The file ===
-
-
 class BackupFile(NamedTuple):
     """Content of the file of a backup.
 
@@ -379,9 +376,6 @@ def open_backup(path):
                 f"of this callback. Received: {error}"
             ) from error
         yield backup
-
-
-# === Random generators ===
 
 
 def generator_states():

@@ -176,9 +176,6 @@ def make_metrics(model, batch):
         model._symbolic_build(data_batch=batch)
 
 
-# === Resuming an interrupted `fit` ===
-
-
 def set_first_epoch(model, epoch):
     """Start the current `fit` at a later epoch, from a callback; `None` resets it.
 
@@ -247,9 +244,6 @@ def is_traced_for_xla():
     return control_flow_util.GraphOrParentsInXlaContext(graph)
 
 
-# === Distillation ===
-
-
 def before_compiling_distillers(check):
     """Call `check` with each `keras.distillation.Distiller` before it compiles.
 
@@ -266,9 +260,6 @@ def before_compiling_distillers(check):
         return compile_(self, *args, **kwargs)
 
     keras.distillation.Distiller.compile = checked
-
-
-# === Optimizers ===
 
 
 class InOnePass:

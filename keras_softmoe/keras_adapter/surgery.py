@@ -145,9 +145,6 @@ def call_symbolically(model, inputs, around=None, start=None, parts=None):
         return compute_output_spec(call, inputs)
 
 
-# === Names of weights ===
-
-
 def named_weights(layer):
     """Yield `(path, weight)` of a layer, each once, without counters in names.
 
