@@ -78,6 +78,7 @@ RUNS_ON = {
     "models/test_contrastive_files.py": ("torch",),
     "models/test_conversion.py": ("torch",),
     "models/test_data.py": ("torch",),
+    "models/test_accelerators.py": ("torch",),
     "models/test_limoe.py": ("torch",),
     "converters/test_to_dense.py": ("torch",),
     "converters/test_dense_model.py": ("torch",),
