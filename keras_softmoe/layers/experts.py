@@ -159,6 +159,7 @@ class Experts(Layer):
             hidden = _activated([bank(x) for bank in banks[:-1]], self._activate)
             return banks[-1](self.dropout(hidden, training=training))
         weights = [weight for bank in banks for weight in (bank.kernel, bank.bias)]
+        weights = [w.value if isinstance(w, keras.Variable) else w for w in weights]
         sharded = is_distributed()
         multiply = functools.partial(affine, sharded=sharded)
         if count is not None:
