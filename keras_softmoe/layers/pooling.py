@@ -36,12 +36,27 @@ def pool(tokens, pooling, attention_pooling=None, mask=None, num_registers=0):
     if pooling in ("first", "gap"):
         tokens = tokens[:, num_registers:]
     if mask is not None:
-        return _pool_masked(tokens, pooling, mask)
+        return _MaskedPooling(pooling)(tokens, mask)
     if pooling == "gap":
         return ops.mean(tokens, axis=1)
     if pooling == "gmp":
         return ops.amax(tokens, axis=1)
     return tokens[:, -1] if pooling == "last" else tokens[:, 0]
+
+
+class _MaskedPooling(keras.Operation):
+    """One operation: PyTorch would make tensors of the numbers in a graph."""
+
+    def __init__(self, pooling):
+        super().__init__()
+        self.pooling = pooling
+
+    def call(self, tokens, mask):
+        return _pool_masked(tokens, self.pooling, mask)
+
+    def compute_output_spec(self, tokens, mask):
+        shape = (tokens.shape[0], tokens.shape[2])
+        return keras.KerasTensor(shape, tokens.dtype)
 
 
 def _pool_masked(tokens, pooling, mask):
