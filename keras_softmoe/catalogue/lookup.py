@@ -308,17 +308,17 @@ def _read_config_file(path):
         # Other processes write aside, below such names.
         folders[:] = [name for name in folders if not name.startswith("..")]
         wrong = [name for name in folders if name.endswith((".json", ".h5"))]
-        for file in (Path(folder, name) for name in (*wrong, *files)):
+        for entry in (Path(folder, name) for name in (*wrong, *files)):
             # Reading a pipe would block forever. (A file may be gone by now.)
-            if not file.is_file() and os.path.lexists(file):
+            if not entry.is_file() and os.path.lexists(entry):
                 raise ValueError(
-                    f"The preset in '{path}' is damaged: '{file.name}' is no file, or "
+                    f"The preset in '{path}' is damaged: '{entry.name}' is no file, or "
                     "a link to nothing."
                 )
-            if file.suffix == ".json" and file.stat().st_size > _MAX_TEXT_BYTES:
+            if entry.suffix == ".json" and entry.stat().st_size > _MAX_TEXT_BYTES:
                 raise ValueError(
-                    f"The preset in '{path}' is damaged: '{file.name}' has "
-                    f"{file.stat().st_size:,} bytes, and no configuration has more "
+                    f"The preset in '{path}' is damaged: '{entry.name}' has "
+                    f"{entry.stat().st_size:,} bytes, and no configuration has more "
                     f"than {_MAX_TEXT_BYTES:,}."
                 )
     with explain_errors(path):
