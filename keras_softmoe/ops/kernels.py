@@ -16,6 +16,11 @@ if keras.backend.backend() == "torch":
     import torch
     from torch.nn import functional
 
+# GELU in the tanh approximation, of a tensor
+gelu = functools.partial(ops.gelu, approximate=True)
+if keras.backend.backend() == "torch":
+    gelu = functools.partial(functional.gelu, approximate="tanh")
+
 # Products of fewer rows per expert are small, see `affine` and `chunked_map`.
 _FEW_ROWS = 128
 # Experts in a chunk: with few rows on JAX, and with many
@@ -141,13 +146,6 @@ def patches(images, kernel, bias):
     kernel = as_tensor(kernel).permute(3, 2, 0, 1)
     grid = functional.conv2d(images, kernel, as_tensor(bias), stride)
     return grid.permute(0, 2, 3, 1)
-
-
-def gelu(x):
-    """Compute GELU in the tanh approximation."""
-    if keras.backend.backend() == "torch" and isinstance(x, torch.Tensor):
-        return functional.gelu(x, approximate="tanh")
-    return ops.gelu(x, approximate=True)
 
 
 def attend(query, key, value, mask=None):
