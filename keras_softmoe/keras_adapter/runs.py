@@ -129,8 +129,8 @@ def map_predictions(model, function):
 def kept_weights(model, trains):
     """Let a model keep its weights if its data raise an error in this context.
 
-    On JAX Keras moves them out of the model for its steps. Would be replaced by:
-    `JAXTrainer` restoring its state in a `finally`.
+    On JAX Keras moves them out of the model for its steps.
+    Would be replaced by: `JAXTrainer` restoring its state in a `finally`.
     """
     if keras.backend.backend() != "jax" or not model.compiled:
         yield
