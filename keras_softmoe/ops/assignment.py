@@ -91,7 +91,7 @@ def token_choice(
     # Not every backend can sort NaN.
     scores = zero_padding(scores, valid)
     if not isinstance(priority, str) and valid is not None:
-        priority = where(valid, priority, 0)
+        priority = where(valid, as_tensor(priority), 0)
     # (G, S, K), best expert first
     chosen = top_indices(scores, num_selected_experts, sharded)
     token, filled = assign_choices(

@@ -148,7 +148,7 @@ def to_dense(routing: Routing, num_tokens: int) -> DenseRouting:
     if isinstance(routing, ChoiceRouting):
         routing = SlotRouting(*to_slots(routing, num_tokens))
     token, filled, gate = map(as_tensor, routing)
-    tokens = positions(num_tokens, token)[:, None, None]
+    tokens = reshape(positions(num_tokens, token), (num_tokens, 1, 1))
     # (G, S, E, C)
     assigned = (token[:, None] == tokens) & filled[:, None]
     dispatch = ops.cast(assigned, gate.dtype)

@@ -3,6 +3,7 @@
 import keras
 from keras import ops
 
+from keras_softmoe.ops.kernels import as_tensor
 from keras_softmoe.ops.numbers import INDEX, least, where
 
 
@@ -82,7 +83,7 @@ def zero_padding(values, valid):
     """
     if valid is None:
         return values
-    return where(valid[..., None], values, 0.0)
+    return where(as_tensor(valid)[..., None], as_tensor(values), 0.0)
 
 
 def with_real_first(scores, valid):

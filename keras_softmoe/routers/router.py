@@ -136,7 +136,7 @@ class Router(Layer):
         is_symbolic = isinstance(tokens, keras.KerasTensor)
         if summarize and not is_symbolic:
             # Layers have done so. A NaN in padding would enter all gradients.
-            valid = as_tensor(valid)
+            tokens, valid = as_tensor(tokens), as_tensor(valid)
             tokens = zero_padding(tokens, valid)
         decision = super().__call__(tokens, valid=valid, **kwargs)
         if not isinstance(decision, Decision):
@@ -147,7 +147,6 @@ class Router(Layer):
             )
         # Loads and dropped tokens cost time: only for a reader of the summary
         if not is_symbolic and (summarize or is_recording()):
-            tokens = ops.convert_to_tensor(tokens)
             decision = self.complete(decision, tokens, valid, **kwargs)
             note(self, decision)
         return decision
