@@ -52,7 +52,8 @@ class Weights(torch.nn.Module):
         if not (layer.built or getattr(type(layer).build, "_is_default", False)):
             warnings.warn(
                 f"The layer {layer.name!r} has no weights before it is built: an "
-                "optimizer that is given its parameters now will not train them.",
+                "optimizer that is given its parameters now will not train them. Call "
+                "it once, or `layer.build(shape)`, before the optimizer is made.",
                 stacklevel=2,
             )
         return super().named_modules(*args, **kwargs)
