@@ -69,8 +69,8 @@ class Backup(keras.callbacks.Callback):
         if one_stream and keras.backend.backend() == "torch":
             raise ValueError(
                 "On PyTorch a callback cannot skip batches of earlier epochs in one "
-                "stream: leave `steps_per_epoch` out, so that each epoch begins the "
-                f"data again. {received(one_stream=one_stream)}"
+                f"stream. {received(one_stream=one_stream)} Leave `steps_per_epoch` "
+                "out, so that each epoch begins the data again."
             )
         # For a symbolic link the target is created if it does not exist.
         self.path = Path(os.path.realpath(directory), FILE)

@@ -204,6 +204,7 @@ def _model_and_preprocessor(backbone, preprocessor):
             raise ValueError(
                 f"`{name}` must be callable on a batch of images, or `None`. "
                 + checks.received(**{name: given})
+                + " Presets are loaded with `from_preset`."
             )
     if isinstance(getattr(backbone, "backbone", None), keras.Model):
         if preprocessor is None:

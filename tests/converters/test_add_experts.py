@@ -375,7 +375,7 @@ def test_models_without_sites(vit):
     refused("must be a `keras.Model`", layers.MLP(3), (0,), ROUTER)
     refused("`ksm.converters.upcycle`", tiny.backbone(**tiny.DENSE), (0,), ROUTER)
     refused("`ksm.converters.upcycle`", tiny.backbone(), (0,), ROUTER)
-    refused("not built", Subclassed(), (0,), ROUTER, lambda layer: True)
+    refused("call it once on data", Subclassed(), (0,), ROUTER, lambda layer: True)
 
 
 def test_what_a_copy_needs():
