@@ -148,9 +148,9 @@ def check_embeddings(name, embeddings):
     # bfloat16 is of no kind that NumPy has a letter for.
     if array.ndim != 2 or not array.size or array.dtype.kind in "OSUcmMb":
         raise ValueError(
-            f"`{name}` must be numbers of shape (N, D), one row or more, such as from "
-            "`model.encode_image` or `model.encode_text`. Received: "
-            f"{name} with shape={array.shape}, dtype={array.dtype}."
+            f"`{name}` must be numbers of shape (N, D), one row or more. Received: "
+            f"{name} with shape={array.shape}, dtype={array.dtype}. They come from "
+            "`model.encode_image` and `model.encode_text`."
         )
     row = checks.first_not_finite(array)
     if row is not None:
