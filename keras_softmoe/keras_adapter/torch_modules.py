@@ -74,9 +74,9 @@ class Weights(torch.nn.Module):
                 mixed = f" or 'mixed_{name}'" if name.endswith("float16") else ""
                 raise ValueError(
                     "A Keras layer computes in the dtype of its policy, which `.to`, "
-                    f"`.half` and `.double` do not change: create it with "
-                    f"`dtype={name!r}`{mixed}. Received: {dtype} for the layer "
-                    f"{self.layer.name!r} of dtype={policy.name!r}."
+                    f"`.half` and `.double` do not change. Received: {dtype} for the "
+                    f"layer {self.layer.name!r} of dtype={policy.name!r}. Create it "
+                    f"with `dtype={name!r}`{mixed}; `.to(device)` moves it."
                 )
 
         def moved(x):
