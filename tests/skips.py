@@ -70,6 +70,7 @@ RUNS_ON = {
     "layers/test_wrappers.py": ("torch",),
     "ops/test_selection.py": ("tensorflow", "torch"),
     "ops/test_tiles.py": ("jax",),
+    "routers/test_operators.py": ("torch",),
     # What it does in a layer is tested on all: `layers/test_lora.py`,
     # `layers/test_quantized_experts.py`.
     "models/test_adaptation.py": ("torch",),
@@ -77,6 +78,7 @@ RUNS_ON = {
     "models/test_contrastive_files.py": ("torch",),
     "models/test_conversion.py": ("torch",),
     "models/test_data.py": ("torch",),
+    "models/test_accelerators.py": ("torch",),
     "models/test_limoe.py": ("torch",),
     "converters/test_to_dense.py": ("torch",),
     "converters/test_dense_model.py": ("torch",),

@@ -211,9 +211,6 @@ def pair(maps, index=0):
     return figure
 
 
-# === Choice of slots ===
-
-
 def _chosen_slots(dispatch, slots):
     """Return a list of `(expert, slot)`, checked."""
     num_experts, slots_per_expert = dispatch.shape[-2:]
@@ -256,9 +253,6 @@ def _most_different_slots(dispatch, count):
         handicap[slot] = np.inf
         chosen.append(slot)
     return [divmod(slot, slots_per_expert) for slot in sorted(chosen)]
-
-
-# === Drawing ===
 
 
 def _draw_experts(ax, image, experts, clearness, colors):
@@ -305,9 +299,6 @@ def _expert_colors(num_experts):
         colors = colors[:num_experts]
     # Lighter, so that black numbers can be read on them.
     return 0.7 * colors[:, :3] + 0.3
-
-
-# === Words ===
 
 
 def _readable(words_by_expert):

@@ -160,9 +160,6 @@ def _by_name(routers):
     return named
 
 
-# === Inputs ===
-
-
 def is_limoe(backbone):
     """Return True if a backbone routes images and text through the same experts."""
     return hasattr(backbone, "sequence_length") and hasattr(backbone, "patch_grid")
@@ -250,8 +247,6 @@ def _inputs(backbone, batch, preprocessor, own):
         lambda x: x if ops.is_tensor(x) else np.asarray(x), batch
     )
 
-
-# === Pairs of image and caption ===
 
 PADDING = 0
 # The kind of word of padding.

@@ -309,17 +309,17 @@ def _read_config_file(path):
         # Other processes write aside, below such names.
         folders[:] = [name for name in folders if not name.startswith("..")]
         wrong = [name for name in folders if name.endswith((".json", ".h5"))]
-        for found in (Path(folder, name) for name in (*wrong, *files)):
+        for entry in (Path(folder, name) for name in (*wrong, *files)):
             # Reading a pipe would block forever. (A file may be gone by now.)
-            if not found.is_file() and os.path.lexists(found):
+            if not entry.is_file() and os.path.lexists(entry):
                 raise ValueError(
-                    f"The preset in '{path}' is damaged: '{found.name}' is no file, or "
+                    f"The preset in '{path}' is damaged: '{entry.name}' is no file, or "
                     "a link to nothing. Restore it or save the preset again."
                 )
-            if found.suffix == ".json" and found.stat().st_size > _MAX_TEXT_BYTES:
+            if entry.suffix == ".json" and entry.stat().st_size > _MAX_TEXT_BYTES:
                 raise ValueError(
-                    f"The preset in '{path}' is damaged: '{found.name}' has "
-                    f"{found.stat().st_size:,} bytes, and no configuration has more "
+                    f"The preset in '{path}' is damaged: '{entry.name}' has "
+                    f"{entry.stat().st_size:,} bytes, and no configuration has more "
                     f"than {_MAX_TEXT_BYTES:,}. Restore it or save the preset again."
                 )
     with explain_errors(path):

@@ -116,9 +116,6 @@ def translate(arrays, rules, where, num_heads=None):
     return translated
 
 
-# === Layouts ===
-
-
 def same(array, num_heads=None):
     """Keep the array."""
     return {"": array}
@@ -197,9 +194,6 @@ def _heads(width, num_heads):
     if width % num_heads:
         raise ValueError("equal heads")
     return num_heads, width // num_heads
-
-
-# === Tokens before the patches ===
 
 
 def place_tokens(arrays, covered, num_patches=None):

@@ -92,9 +92,6 @@ def data_path(prefix, shard, shard_count):
     return f"{prefix}.data-{shard:05d}-of-{shard_count:05d}"
 
 
-# === Index ===
-
-
 def read_index(prefix):
     """Return the entries of `PREFIX.index`, in their order, and the number of files."""
     with _open(f"{prefix}.index") as (file, size):
@@ -196,9 +193,6 @@ def _volume(box):
     return math.prod(stop - start for start, stop in box)
 
 
-# === Data files ===
-
-
 def _find_slices(file, size, entries):
     """Yield array number, box and offset of each slice in a data file."""
     unpacker = _unpacker(file)
@@ -253,9 +247,6 @@ def _read_array(entry, places):
             content = b"".join(_pieces(_unpacker(file), entry))
             part[...] = np.frombuffer(content, entry.dtype).reshape(part.shape)
     return array
-
-
-# === msgpack ===
 
 
 def _open(path):

@@ -291,9 +291,6 @@ def _draw(iterator, count):
     return first
 
 
-# === The file ===
-
-
 class BackupFile(NamedTuple):
     """Content of the file of a backup.
 
@@ -383,9 +380,6 @@ def open_backup(path):
                 f"{error}"
             ) from error
         yield backup
-
-
-# === Random generators ===
 
 
 def generator_states():

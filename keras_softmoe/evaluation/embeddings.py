@@ -79,9 +79,6 @@ def retrieval(
     )
 
 
-# === Ranks ===
-
-
 def _ranks(images, texts, owner, chunk_size):
     """For each image, then for each caption: better ones, wrong ties, right ties."""
     better_texts, tied_texts = np.zeros((2, len(images)), "int64")
@@ -139,9 +136,6 @@ def _chunks(total, size):
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
 
-# === Checks ===
-
-
 def check_embeddings(name, embeddings):
     """Return embeddings as a NumPy matrix, or raise if they are not finite numbers."""
     array = np.asarray(ops.convert_to_numpy(embeddings))
@@ -186,9 +180,6 @@ def _owner(image_of_caption, num_images, num_captions):
             f"with {strange[:5].tolist()} outside, without {without[:5].tolist()}."
         )
     return owner
-
-
-# === Zero-shot classification ===
 
 
 class ZeroShot(NamedTuple):

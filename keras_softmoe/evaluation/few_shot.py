@@ -15,8 +15,6 @@ import numpy as np
 from keras_softmoe import checks
 from keras_softmoe.evaluation import ridge
 
-# === Results ===
-
 
 @dataclass(frozen=True)
 class ShotResult:
@@ -78,9 +76,6 @@ class FewShotResult(Mapping):
             f"l2 {chosen[self.l2_from]}"
         )
         return "\n".join(lines)
-
-
-# === The probe ===
 
 
 def few_shot_probe(
@@ -194,9 +189,6 @@ def few_shot_probe(
     return FewShotResult(tuple(results), l2 if isinstance(l2, str) else "fixed")
 
 
-# === Features ===
-
-
 def _model_and_preprocessor(backbone, preprocessor):
     """Split a task into its parts; return anything else as it is."""
     for name, given in (("backbone", backbone), ("preprocessor", preprocessor)):
@@ -247,9 +239,6 @@ def _features(model, preprocessor, images, batch_size, bar):
         batches.append(features.astype(dtype))
         bar.add(size)
     return np.concatenate(batches)
-
-
-# === Checks ===
 
 
 def _integers(name, values, minimum):

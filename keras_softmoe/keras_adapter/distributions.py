@@ -49,8 +49,8 @@ def lay_out_each_batch(layout_of):
 def share_datasets(share):
     """Let distributions choose the rows of a process, as before Keras 3.16.
 
-    `share` takes a `tf.data.Dataset` and the distribution. Would be replaced by:
-    `Distribution.distribute_dataset`, as Keras 3.15 has it.
+    `share` takes a `tf.data.Dataset` and the distribution.
+    Would be replaced by: `Distribution.distribute_dataset`, as Keras 3.15 has it.
     """
     from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 

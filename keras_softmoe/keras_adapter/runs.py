@@ -129,8 +129,8 @@ def map_predictions(model, function):
 def kept_weights(model, trains):
     """Let a model keep its weights if its data raise an error in this context.
 
-    On JAX Keras moves them out of the model for its steps. Would be replaced by:
-    `JAXTrainer` restoring its state in a `finally`.
+    On JAX Keras moves them out of the model for its steps.
+    Would be replaced by: `JAXTrainer` restoring its state in a `finally`.
     """
     if keras.backend.backend() != "jax" or not model.compiled:
         yield
@@ -174,9 +174,6 @@ def make_metrics(model, batch):
     """
     with contextlib.suppress(RuntimeError, ValueError):
         model._symbolic_build(data_batch=batch)
-
-
-# === Resuming an interrupted `fit` ===
 
 
 def set_first_epoch(model, epoch):
@@ -247,9 +244,6 @@ def is_traced_for_xla():
     return control_flow_util.GraphOrParentsInXlaContext(graph)
 
 
-# === Distillation ===
-
-
 def before_compiling_distillers(check):
     """Call `check` with each `keras.distillation.Distiller` before it compiles.
 
@@ -266,9 +260,6 @@ def before_compiling_distillers(check):
         return compile_(self, *args, **kwargs)
 
     keras.distillation.Distiller.compile = checked
-
-
-# === Optimizers ===
 
 
 class InOnePass:

@@ -145,9 +145,6 @@ def call_symbolically(model, inputs, around=None, start=None, parts=None):
         return compute_output_spec(call, inputs)
 
 
-# === Names of weights ===
-
-
 def named_weights(layer):
     """Yield `(path, weight)` of a layer, each once, without counters in names.
 
@@ -196,10 +193,16 @@ def counted_products():
         (numpy, "dot"): _of_matmul,
         (numpy, "tensordot"): _of_tensordot,
         (numpy, "einsum"): _of_einsum,
-        (nn, "conv"): lambda y, x, kernel, *a, **k: _times(y, kernel.shape[:-1]),
-        (nn, "depthwise_conv"): lambda y, x, w, *a, **k: _times(y, w.shape[:-2]),
+        (nn, "conv"): lambda outputs, inputs, kernel, *args, **kwargs: _times(
+            outputs, kernel.shape[:-1]
+        ),
+        (nn, "depthwise_conv"): lambda outputs, inputs, kernel, *args, **kwargs: _times(
+            outputs, kernel.shape[:-2]
+        ),
         (nn, "separable_conv"): _of_separable_conv,
-        (nn, "conv_transpose"): lambda y, x, w, *a, **k: _times(x, w.shape[:-1]),
+        (nn, "conv_transpose"): lambda outputs, inputs, kernel, *args, **kwargs: _times(
+            inputs, kernel.shape[:-1]
+        ),
         (nn, "dot_product_attention"): _of_attention,
     }
     with contextlib.ExitStack() as stack:

@@ -150,22 +150,43 @@ def quick(keras_call):
 
     @functools.wraps(keras_call)
     def call(layer, *args, **kwargs):
+        # 1. Is the layer itself one without further steps?
         context = global_state.get_global_attribute("current_call_ctx")
-        if context is None:
-            # Tensors of the processor go to the device of Keras.
-            convert = keras.ops.convert_to_tensor
-            args = [convert(x) if torch.is_tensor(x) else x for x in args]
-        tensors = _converted(layer, args) if _is_plain(layer) else None
-        training = kwargs.get("training")
+        held, training = vars(layer), kwargs.get("training")
+        is_plain = (
+            layer.built
+            and layer.quantization_mode is None
+            and layer._remat_mode is None
+            and layer.activity_regularizer is None
+            and keras.distribution.distribution() is None
+            and layer._call_context_args == {"training"}
+            and not held["_forward_hooks"]
+            and not held["_forward_pre_hooks"]
+            and not held["_backward_hooks"]
+            and kwargs.get("mask") is None
+        )
+        # 2. Tensors: floats in the dtype of the layer, and on the device of Keras
+        dtype, tensors = getattr(torch, layer.compute_dtype), []
+        for x in args:
+            # Keras attaches masks to tensors, which its call passes on.
+            has_mask = getattr(x, "_keras_mask", None) is not None
+            if has_mask or not isinstance(x, torch.Tensor):
+                is_plain = False
+            elif context is None:
+                x = keras.ops.convert_to_tensor(x)
+            if is_plain and layer.autocast and x.dtype != dtype:
+                x = x.to(dtype) if x.is_floating_point() else x
+            tensors.append(x)
+        # 3. `training`: an argument may differ from that of the call around.
         known = context and context.get_value("training")
-        # An argument may differ from the one around, which Keras then changes.
         differs = training is not None and context and training != known
-        if tensors is None or differs or kwargs.get("mask") is not None:
-            return keras_call(layer, *args, **kwargs)
+        if differs or not is_plain:
+            return keras_call(layer, *tensors, **kwargs)
         if not layer._call_has_training_arg:
             kwargs.pop("training", None)
         elif known is not None:
             kwargs["training"] = known
+        # 4. The dtype of weights in the call, where it is not that of the call around
         scope = global_state.get_global_attribute("autocast_scope")
         if scope is None:
             dtype, scope_dtype = layer.compute_dtype, layer.variable_dtype
@@ -184,33 +205,3 @@ def quick(keras_call):
             layer._maybe_reset_call_context()
 
     return call
-
-
-def _converted(layer, args):
-    """Return tensors with floats in the layer's dtype; `None` for other arguments."""
-    dtype, tensors = getattr(torch, layer.compute_dtype), []
-    for x in args:
-        # Keras attaches masks to tensors, which its call passes on.
-        has_mask = getattr(x, "_keras_mask", None) is not None
-        if has_mask or not isinstance(x, torch.Tensor):
-            return None
-        if x.dtype != dtype and layer.autocast and x.is_floating_point():
-            x = x.to(dtype)
-        tensors.append(x)
-    return tensors
-
-
-def _is_plain(layer):
-    """Return whether `Layer.__call__` has no work for a layer besides its `call`."""
-    held = vars(layer)
-    return (
-        layer.built
-        and layer.quantization_mode is None
-        and layer._remat_mode is None
-        and layer.activity_regularizer is None
-        and keras.distribution.distribution() is None
-        and layer._call_context_args == {"training"}
-        and not held["_forward_hooks"]
-        and not held["_forward_pre_hooks"]
-        and not held["_backward_hooks"]
-    )

@@ -113,6 +113,9 @@ class Experts(Layer):
         self.output_dense = self._bank("enh,ehd->end", (None, width), "output_dense")
         self.output_dense.build(hidden)
         self.dropout.build(hidden)
+        # Tuple of the dense layers of all experts, in the order of their use
+        gate = (self.gate_dense,) if self.gated else ()
+        self.banks = (self.intermediate_dense, *gate, self.output_dense)
         check_layer(self)
 
     def _bank(self, equation, output_shape, name):
@@ -129,12 +132,6 @@ class Experts(Layer):
             dtype=self.dtype_policy,
             name=name,
         )
-
-    @property
-    def banks(self) -> tuple:
-        """Tuple of the dense layers of all experts, in the order of their use."""
-        gate = (self.gate_dense,) if self.gated else ()
-        return (self.intermediate_dense, *gate, self.output_dense)
 
     def takes_rows(self) -> bool:
         """Return whether rows sorted by expert are supported, besides slots."""
@@ -159,6 +156,7 @@ class Experts(Layer):
             hidden = _activated([bank(x) for bank in banks[:-1]], self._activate)
             return banks[-1](self.dropout(hidden, training=training))
         weights = [weight for bank in banks for weight in (bank.kernel, bank.bias)]
+        weights = [w.value if isinstance(w, keras.Variable) else w for w in weights]
         sharded = is_distributed()
         multiply = functools.partial(affine, sharded=sharded)
         if count is not None:

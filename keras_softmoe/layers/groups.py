@@ -139,10 +139,8 @@ def group(inputs, mask, group_images, num_experts):
     return tokens, valid, count
 
 
-def ungroup(outputs, inputs, group_images):
+def ungroup(outputs, inputs):
     """Undo `group` for tensors like its inputs, and drop images that filled a group."""
-    if group_images == 1:
-        return outputs
     outputs = reshape(outputs, (-1, *inputs.shape[1:]))
     return outputs[: ops.shape(inputs)[0]]
 

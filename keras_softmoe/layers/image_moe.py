@@ -83,7 +83,8 @@ class ImageMoE(MoE):
         if self.dispatch_dtype:
             slots = self._rounded(slots)
         outputs = combine(slots, routing, tokens.shape[1], sharded)
-        outputs = ungroup(outputs, images, self.group_images)
+        if self.group_images != 1:
+            outputs = ungroup(outputs, images)
         # An expert computes masked tokens of its images, too.
         outputs = zero_padding(reshape(outputs, ops.shape(x)), mask)
         if self.shared_mlp is not None:

@@ -261,7 +261,8 @@ class MoE(Layer):
             slots = self._rounded(slots)
         outputs = combine(slots, routing, tokens.shape[1], sharded)
         # 7. Images again: (G, S, D) -> (B, S, D), without those that filled a group
-        outputs = groups.ungroup(outputs, x, self.group_images)
+        if self.group_images != 1:
+            outputs = groups.ungroup(outputs, x)
         # 8. The shared expert computes every token.
         if self.shared_mlp is not None:
             outputs = outputs + zero_padding(self.shared_mlp(x), mask)

@@ -9,6 +9,8 @@ from keras_softmoe.checks import check_numbers
 from keras_softmoe.keras_adapter.layers import Layer
 from keras_softmoe.layers.attention import Attention, LayerNormalization
 from keras_softmoe.layers.mlp import MLP
+from keras_softmoe.ops.kernels import as_tensor
+from keras_softmoe.ops.numbers import at_least, positions, where
 
 POOLINGS = ("token", "first", "gap", "map")
 # For texts, which have no class token
@@ -34,7 +36,7 @@ def pool(tokens, pooling, attention_pooling=None, mask=None, num_registers=0):
     if pooling in ("first", "gap"):
         tokens = tokens[:, num_registers:]
     if mask is not None:
-        return _pool_masked(tokens, pooling, mask)
+        return _MaskedPooling(pooling)(tokens, mask)
     if pooling == "gap":
         return ops.mean(tokens, axis=1)
     if pooling == "gmp":
@@ -42,28 +44,39 @@ def pool(tokens, pooling, attention_pooling=None, mask=None, num_registers=0):
     return tokens[:, -1] if pooling == "last" else tokens[:, 0]
 
 
+class _MaskedPooling(keras.Operation):
+    """One operation: PyTorch would make tensors of the numbers in a graph."""
+
+    def __init__(self, pooling):
+        super().__init__()
+        self.pooling = pooling
+
+    def call(self, tokens, mask):
+        return _pool_masked(tokens, self.pooling, mask)
+
+    def compute_output_spec(self, tokens, mask):
+        shape = (tokens.shape[0], tokens.shape[2])
+        return keras.KerasTensor(shape, tokens.dtype)
+
+
 def _pool_masked(tokens, pooling, mask):
-    mask = ops.expand_dims(mask, -1)
-    # (B, 1)
-    is_any = ops.any(mask, axis=1)
+    mask = as_tensor(mask)[..., None]
     # Padding may hold NaN, which a product with zero would keep.
-    tokens = ops.where(mask, tokens, 0.0)
+    tokens = where(mask, tokens, 0.0)
     if pooling == "gap":
         count = ops.sum(ops.cast(mask, tokens.dtype), axis=1)
-        return ops.sum(tokens, axis=1) / ops.maximum(count, 1.0)
+        return ops.sum(tokens, axis=1) / at_least(count, 1.0)
     if pooling == "gmp":
         # Zeros of masked tokens would be larger than negative values.
-        largest = ops.amax(ops.where(mask, tokens, -float("inf")), axis=1)
-        return ops.where(is_any, largest, 0.0)
-    # The first or the last token that is not masked
-    count = tokens.shape[1]
-    # Numbered so that it has the largest number, and masked tokens 0: (B, S)
-    steps = (1, count + 1, 1) if pooling == "last" else (count, 0, -1)
-    place = ops.arange(*steps, dtype="int32")
-    places = ops.where(mask[..., 0], place, 0)
-    is_chosen = ops.equal(places, ops.amax(places, axis=1, keepdims=True))
-    chosen = ops.logical_and(ops.expand_dims(is_chosen, -1), mask)
-    return ops.sum(ops.where(chosen, tokens, 0.0), axis=1)
+        largest = ops.amax(where(mask, tokens, -float("inf")), axis=1)
+        return where(ops.any(mask, axis=1), largest, 0.0)
+    # The first or the last token that is not masked: it has the largest number, and
+    # masked tokens have 0, (B, S).
+    place = positions(tokens.shape[1], tokens)
+    place = place + 1 if pooling == "last" else tokens.shape[1] - place
+    places = where(mask[..., 0], place, 0)
+    is_chosen = places == ops.amax(places, axis=1, keepdims=True)
+    return ops.sum(where(is_chosen[..., None] & mask, tokens, 0.0), axis=1)
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")

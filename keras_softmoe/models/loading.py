@@ -259,9 +259,6 @@ def _check_dtypes(preprocessing, preset):
             ) from error
 
 
-# === Finding the files ===
-
-
 @contextlib.contextmanager
 def open_preset(preset, load_weights=True):
     """Yield the directory or handle of a preset, and name it in errors meanwhile.
@@ -311,8 +308,6 @@ def _converted(preset, path):
         f"{', '.join(WEIGHTS_FILES)}. Restore the file, or pass `load_weights=False`."
     )
 
-
-# === Names in the files ===
 
 # KerasHub's files. Others in a directory belong to the user.
 _FILES = (

@@ -16,6 +16,11 @@ if keras.backend.backend() == "torch":
     import torch
     from torch.nn import functional
 
+# GELU in the tanh approximation, of a tensor
+gelu = functools.partial(ops.gelu, approximate=True)
+if keras.backend.backend() == "torch":
+    gelu = functools.partial(functional.gelu, approximate="tanh")
+
 # Products of fewer rows per expert are small, see `affine` and `chunked_map`.
 _FEW_ROWS = 128
 # Experts in a chunk: with few rows on JAX, and with many
@@ -63,7 +68,10 @@ def affine(x, kernel, bias, sharded=False):
     Returns:
         `(..., H)` tensor, or `(E, N, H)`.
     """
-    x, kernel, bias = as_tensor(x), as_tensor(kernel), as_tensor(bias)
+    if isinstance(kernel, keras.Variable):
+        # With factors of LoRA it is a tensor.
+        kernel = kernel.value
+    bias = bias.value if isinstance(bias, keras.Variable) else bias
     stacked = len(kernel.shape) == 3
     if keras.backend.backend() == "torch":
         if stacked:
@@ -138,13 +146,6 @@ def patches(images, kernel, bias):
     kernel = as_tensor(kernel).permute(3, 2, 0, 1)
     grid = functional.conv2d(images, kernel, as_tensor(bias), stride)
     return grid.permute(0, 2, 3, 1)
-
-
-def gelu(x):
-    """Compute GELU in the tanh approximation."""
-    if keras.backend.backend() != "torch" or isinstance(x, keras.KerasTensor):
-        return ops.gelu(x, approximate=True)
-    return functional.gelu(as_tensor(x), approximate="tanh")
 
 
 def attend(query, key, value, mask=None):
@@ -275,7 +276,6 @@ def chunked_map(fn, operands, sharded=False):
     Returns:
         Tensor, the result of `fn`.
     """
-    operands = [as_tensor(operand) for operand in operands]
     count, rows, width = operands[0].shape
     size = _CHUNK_OF_MANY_ROWS
     # The number of rows is unknown in an exported model.
@@ -373,7 +373,7 @@ def matmul(x, y):
     PyTorch's for tensors of any rank reshapes both of rank three, and the product.
     Where only shapes are found, costs are counted by Keras' products.
     """
-    x, y = as_tensor(x), as_tensor(y)
+    y = y.value if isinstance(y, keras.Variable) else y
     if keras.backend.backend() != "torch" or x.is_meta:
         return ops.matmul(x, y)
     return x.bmm(y) if y.dim() == 3 else x @ y
@@ -393,16 +393,17 @@ def as_tensor(x):
 
 def reshape(x, shape):
     """Compute `keras.ops.reshape`; the shape is a tuple of ints."""
-    if keras.backend.backend() != "torch" or isinstance(x, keras.KerasTensor):
-        return ops.reshape(x, shape)
-    return as_tensor(x).reshape(shape)
+    x = x.value if isinstance(x, keras.Variable) else x
+    if keras.backend.backend() == "torch" and isinstance(x, torch.Tensor):
+        return x.reshape(shape)
+    return ops.reshape(x, shape)
 
 
 def swap_axes(x, first, second):
     """Compute `keras.ops.swapaxes`."""
-    if keras.backend.backend() != "torch" or isinstance(x, keras.KerasTensor):
-        return ops.swapaxes(x, first, second)
-    return as_tensor(x).transpose(first, second)
+    if keras.backend.backend() == "torch" and isinstance(x, torch.Tensor):
+        return x.transpose(first, second)
+    return ops.swapaxes(x, first, second)
 
 
 def softmax(logits, axis=-1):
@@ -420,5 +421,5 @@ def softmax(logits, axis=-1):
     if logits.shape[axis] == 1:
         return ops.ones_like(logits)
     if keras.backend.backend() == "torch":
-        return as_tensor(logits).softmax(axis)
+        return logits.softmax(axis)
     return ops.softmax(logits, axis=axis)

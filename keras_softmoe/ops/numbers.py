@@ -12,7 +12,6 @@ import ml_dtypes
 import numpy as np
 from keras import ops
 
-from keras_softmoe.ops.kernels import as_tensor
 from keras_softmoe.types import Tensor
 
 
@@ -54,7 +53,6 @@ def _finfo(dtype):
 
 def where(condition, x, number):
     """Return `keras.ops.where(condition, x, number)` in the dtype of `x`."""
-    x, condition = as_tensor(x), as_tensor(condition)
     if keras.backend.backend() == "torch":
         if number == 0 and not x.is_floating_point():
             return x * condition

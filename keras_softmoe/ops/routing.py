@@ -148,7 +148,7 @@ def to_dense(routing: Routing, num_tokens: int) -> DenseRouting:
     if isinstance(routing, ChoiceRouting):
         routing = SlotRouting(*to_slots(routing, num_tokens))
     token, filled, gate = map(as_tensor, routing)
-    tokens = reshape(positions(num_tokens, token), (num_tokens, 1, 1))
+    tokens = positions(num_tokens, token)[:, None, None]
     # (G, S, E, C)
     assigned = (token[:, None] == tokens) & filled[:, None]
     dispatch = ops.cast(assigned, gate.dtype)
@@ -183,9 +183,10 @@ def dispatch(tokens: Tensor, routing: Routing, sharded: bool = False) -> Tensor:
     if isinstance(routing, ChoiceRouting):
         return _take_rows(tokens, routing)
     if isinstance(routing, DenseRouting):
-        _, _, num_experts, capacity = routing.dispatch.shape
+        _, num_tokens, num_experts, capacity = routing.dispatch.shape
         # (G, S, E * C)
-        weights = _merge_slots(ops.cast(routing.dispatch, tokens.dtype))
+        weights = ops.cast(routing.dispatch, tokens.dtype)
+        weights = reshape(weights, (-1, num_tokens, num_experts * capacity))
         # (G, E * C, D). Not `einsum`, whose gradient on TensorFlow copies operands.
         slots = matmul(ops.transpose(weights, (0, 2, 1)), tokens)
         return reshape(slots, (-1, num_experts, capacity, tokens.shape[-1]))
@@ -232,7 +233,8 @@ def combine(
         return _add_rows_of_choices(outputs, routing, num_tokens)
     _, num_experts, capacity, width = outputs.shape
     if isinstance(routing, DenseRouting):
-        weights = _merge_slots(ops.cast(routing.combine, outputs.dtype))
+        weights = ops.cast(routing.combine, outputs.dtype)
+        weights = reshape(weights, (-1, num_tokens, num_experts * capacity))
         outputs = reshape(outputs, (-1, num_experts * capacity, width))
         return matmul(weights, outputs)
     gate = ops.cast(routing.gate, outputs.dtype)
@@ -274,12 +276,6 @@ def _add_in_groups(outputs, token, num_tokens):
     outputs = reshape(outputs, (-1, num_slots, width))
     token = reshape(token, (-1, num_slots))
     return on_own_groups(lambda *x: ops.vectorized_map(add, x), outputs, token)
-
-
-def _merge_slots(weights):
-    """Reshape `(G, S, E, C)` weights to `(G, S, E * C)`."""
-    _, num_tokens, num_experts, capacity = weights.shape
-    return reshape(weights, (-1, num_tokens, num_experts * capacity))
 
 
 def _row_of_slot(routing, num_tokens):

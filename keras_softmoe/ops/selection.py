@@ -3,7 +3,6 @@
 import keras
 from keras import ops
 
-from keras_softmoe.ops.kernels import as_tensor
 from keras_softmoe.ops.numbers import INDEX, least, where
 
 
@@ -14,7 +13,7 @@ def take_along(x, indices, axis):
     in an exported model. Indices must not be negative.
     """
     if keras.backend.backend() == "torch":
-        return as_tensor(x).gather(axis, as_tensor(indices).long())
+        return x.gather(axis, indices.long())
     return ops.take_along_axis(x, indices, axis=axis)
 
 
@@ -55,9 +54,8 @@ def top_indices(scores, k, sharded=False):
     TensorFlow; on PyTorch only `argmax` and the stable sort do.
     """
     if keras.backend.backend() == "torch" and k == 1:
-        indices = as_tensor(scores).argmax(dim=-1, keepdim=True)
+        indices = scores.argmax(dim=-1, keepdim=True)
     elif keras.backend.backend() == "torch":
-        scores = as_tensor(scores)
         indices = scores.sort(dim=-1, descending=True, stable=True).indices
         indices = indices if k == scores.shape[-1] else indices[..., :k]
     elif sharded:

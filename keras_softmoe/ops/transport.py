@@ -86,13 +86,12 @@ def _sinkhorn_plan(logits, num_iterations, valid):
 
     def iterate(log_plan, count=_SCALINGS):
         plan = ops.exp(log_plan)
-        by_expert = ops.transpose(plan, (0, 2, 1))
         rows = ops.ones_like(plan[..., :1])
         # (G, E, 1) and (G, S, 1), factors of the columns and of the rows. Columns are
         # scaled to 1: their mass is a factor of all, which the rows take back.
         for _ in range(count):
-            columns = ops.reciprocal(_weighted_sums(by_expert, rows))
-            sums = _weighted_sums(plan, columns)
+            columns = ops.reciprocal(_weighted_sums(plan, rows, 1))
+            sums = _weighted_sums(plan, columns, 2)
             rows = ops.reciprocal(sums if valid is None else sums + is_padding)
         return log_plan + ops.log(rows) + ops.log(ops.transpose(columns, (0, 2, 1)))
 
@@ -114,15 +113,18 @@ def _sinkhorn_plan(logits, num_iterations, valid):
     return plan if valid is None else where(valid, plan, 0.0)
 
 
-def _weighted_sums(x, weights):
-    """Return the sums over the last axis, `(G, N, M)` times `(G, M, 1)`: `(G, N, 1)`.
+def _weighted_sums(plan, weights, axis):
+    """Return the sums of a plan along an axis, with weights `(G, S or E, 1)`.
 
-    Not products of matrices on JAX and TensorFlow, which compute these in TF32 on GPUs.
+    They are `(G, E, 1)` or `(G, S, 1)`. Not products of matrices on JAX and TensorFlow,
+    which compute these in TF32 on GPUs.
     """
     if keras.backend.backend() == "torch":
-        return matmul(x, weights)
-    weights = ops.transpose(weights, (0, 2, 1))
-    return ops.sum(x * weights, axis=2, keepdims=True)
+        return matmul(plan.mT if axis == 1 else plan, weights)
+    if axis == 2:
+        weights = ops.transpose(weights, (0, 2, 1))
+        return ops.sum(plan * weights, axis=2, keepdims=True)
+    return ops.sum(plan * weights, axis=1)[..., None]
 
 
 def sparse_transport_plan(

@@ -116,12 +116,6 @@ class Capacity:
             check_whole_numbers(0, multiple_of=self.multiple_of)
         check_choice("rounding", self.rounding, ROUNDINGS)
 
-    def factor(self, training):
-        """Return the slots per choice; `None` if nothing is dropped."""
-        if not training and self.eval_capacity_factor is not None:
-            return self.eval_capacity_factor
-        return self.capacity_factor
-
     def slots(self, factor, num_tokens, choices, num_experts):
         """Return the slots of an expert: at most one for each token of a group.
 

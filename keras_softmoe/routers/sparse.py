@@ -223,8 +223,8 @@ class SparseRouter(Router, PolicySettings):
     def differs_in_training(self) -> bool:
         """Bool, `True` if a call in training may differ from one outside of it."""
         learns = self.trainable and bool(self.routing_losses or self._state)
-        factor = self.capacity_policy.factor
-        return learns or bool(self.scores.noise_std) or factor(True) != factor(False)
+        factors = self._capacity_factor(True), self._capacity_factor(False)
+        return learns or bool(self.scores.noise_std) or factors[0] != factors[1]
 
     @property
     def _state(self):
@@ -308,9 +308,12 @@ class SparseRouter(Router, PolicySettings):
         """Return the capacity factor of a call; `None` if nothing is dropped."""
         # 0 where modalities are not distinguished. One alone does not use all experts,
         # which need more slots then.
-        if num_modalities == 1 and self.capacity_policy.capacity_factor is not None:
+        policy = self.capacity_policy
+        if num_modalities == 1 and policy.capacity_factor is not None:
             return self.modalities.single_modality_capacity_factor
-        return self.capacity_policy.factor(training)
+        if training or policy.eval_capacity_factor is None:
+            return policy.capacity_factor
+        return policy.eval_capacity_factor
 
     def _limit(self, num_tokens, largest, factor):
         """Return the slots of an expert in each group, `(G,)` int."""

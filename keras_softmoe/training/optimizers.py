@@ -288,7 +288,7 @@ class Adafactor(ByVariable, keras.optimizers.Optimizer):
             # The two largest axes, of equal ones the last, unless they are short.
             shape, least = variable.shape, self.min_dim_size_to_factor
             axes = sorted(range(len(shape)), key=lambda axis: shape[axis])[-2:]
-            axes = axes if len(axes) == 2 and shape[axes[0]] >= least else ()
+            axes = tuple(axes) if len(axes) == 2 and shape[axes[0]] >= least else ()
             self._axes.append(axes)
             self.second_moments.append(
                 [

@@ -159,18 +159,6 @@ def classifier():
     return tiny.classifier(moe_layers=(0, 1), router=SCARCE, group_images=2)
 
 
-def discarded(classifier, images, priority):
-    """`(capacities, images, rows, columns)` in block 1, setting by setting."""
-    found = []
-    for factor in CAPACITIES:
-        settings = {"eval_capacity_factor": factor, "priority": priority}
-        classifier.set_routing(**settings)
-        routing = analyze(classifier, images, num_pictures=2, verbose=0)
-        found.append(routing.maps[1].dispatch.sum((-2, -1)) == 0)
-    classifier.set_routing(eval_capacity_factor=1.0, priority="position")
-    return np.array(found)
-
-
 @pytest.mark.parametrize(
     "router, num_pictures, message",
     [
@@ -205,14 +193,6 @@ def examples(**overrides):
         **overrides,
     }
     return RoutingMaps(3, 12, 3, False, examples=ExpertExamples(**fields))
-
-
-def shown_patches(ax):
-    """Pictures and the numbers below them, from left to right."""
-    return [
-        (corner.get_images()[0].get_array(), corner.get_xlabel())
-        for corner in ax.child_axes
-    ]
 
 
 def words_of(ax):

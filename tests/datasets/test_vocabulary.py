@@ -75,7 +75,7 @@ def test_captions_must_be_texts(bad):
 
 @pytest.mark.parametrize("size, says", [(20, "smaller than"), (5000, "too high")])
 def test_impossible_sizes(size, says, capfd):
-    with pytest.raises(ValueError, match=f"vocabulary_size={size}, .*{says}"):
+    with pytest.raises(ValueError, match=f"{says}.*vocabulary_size={size}, "):
         train_vocabulary(captions(), size)
     assert capfd.readouterr() == ("", "")
 

@@ -334,7 +334,7 @@ FAULTS = (
     ),
     Fault(
         "masked tokens count in the mean",
-        "return ops.sum(tokens, axis=1) / ops.maximum(count, 1.0)",
+        "return ops.sum(tokens, axis=1) / at_least(count, 1.0)",
         "return ops.mean(tokens, axis=1)",
         "models/test_limoe.py layers/test_masks.py",
     ),

@@ -45,7 +45,7 @@ def assert_same(own, portable, arrays, tolerance=1e-5):
 @pytest.mark.parametrize("leading", [(4,), (2, 5), (2, 3, 4), (0, 5)])
 def test_affine(leading):
     x, kernel, bias = normal(*leading, 3), normal(3, 7), normal(7)
-    found = to_numpy(affine(x, kernel, bias))
+    found = to_numpy(affine(*map(ops.convert_to_tensor, (x, kernel, bias))))
     assert_near(found, x @ kernel + bias, rtol=1e-5, atol=1e-6)
     if 0 not in leading:
         assert_same(affine, lambda *a: ops.matmul(*a[:2]) + a[2], (x, kernel, bias))
@@ -55,7 +55,8 @@ def test_affine(leading):
 def test_affine_of_stacks(count):
     arrays = normal(count, 5, 3), normal(count, 3, 7), normal(count, 1, 7)
     expected = np.einsum("end,edh->enh", *arrays[:2]) + arrays[2]
-    assert_near(to_numpy(affine(*arrays)), expected, rtol=1e-5, atol=1e-5)
+    found = to_numpy(affine(*map(ops.convert_to_tensor, arrays)))
+    assert_near(found, expected, rtol=1e-5, atol=1e-5)
     assert_same(affine, lambda *a: ops.matmul(*a[:2]) + a[2], arrays)
 
 
@@ -179,6 +180,7 @@ def test_chunked_map(count, rows, monkeypatch):
         return ops.tanh(ops.matmul(x, kernel))
 
     expected = np.tanh(x @ kernel)
+    x, kernel = map(ops.convert_to_tensor, (x, kernel))
     found = to_numpy(chunked_map(products, [x, kernel]))
     assert_near(found, expected, rtol=1e-5, atol=1e-5)
     if keras.backend.backend() == "torch":
@@ -191,7 +193,7 @@ def test_chunked_map(count, rows, monkeypatch):
             monkeypatch.setattr(backend, "_LARGE", 0)
             found = to_numpy(chunked_map(products, [x, kernel]))
         chunks = {(8, 128): [4, 4], (6, 130): [4, 2]}
-        if ops.convert_to_tensor(x).device.type != "cpu":
+        if x.device.type != "cpu":
             chunks = {}
         assert sizes[2:] == chunks.get((count, rows), [count])
         assert_near(found, expected, rtol=1e-5, atol=1e-5)

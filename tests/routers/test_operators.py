@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from keras_softmoe import layers, routers
+from keras_softmoe.layers.pooling import TEXT_POOLINGS, pool
 from keras_softmoe.ops.numbers import Constant, normal_like, uniform
 from tests.support import operators, tiny, tiny_limoe
 from tests.support.processes import Program
@@ -26,25 +27,15 @@ MOST = [
     ("expert choice", True, 45),
     ("soft", False, 40),
     ("soft", True, 40),
-    ("sinkhorn expert choice", False, 175),
+    ("sinkhorn expert choice", False, 190),
     ("sparse transport", False, 400),
     ("sparse transport", True, 400),
     ("race", False, 50),
     ("race", True, 110),
 ]
-MODES = {
-    "predicting": {},
-    "mask": {"mask": True},
-    "group": {"group_images": 3},
-    "step": {"training": True, "gradient": True},
-    "step, mask": {"training": True, "gradient": True, "mask": True},
-    "step, group": {
-        "training": True,
-        "gradient": True,
-        "mask": True,
-        "group_images": 3,
-    },
-}
+# Arguments of a count, whether there is a mask, and images of a group
+STEP = {"training": True, "gradient": True}
+MODES = [({}, False, 1), ({}, True, 3), (STEP, False, 3), (STEP, True, 1)]
 SCOPES = (False, True)
 
 
@@ -60,16 +51,14 @@ def check(found):
     assert found.total
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", operators.MIXTURES)
-def test_no_copies_and_no_waits(name, mode):
-    layer, known = operators.made(name)
-    settings = dict(MODES[mode])
-    layer.group_images = settings.pop("group_images", 1)
+def test_no_copies_and_no_waits(name):
     x, mask = operators.tokens()
-    if settings.pop("mask", False):
-        known["mask"] = mask
-    check(operators.count(layer, x, **settings, **known))
+    layer, known = operators.made(name)
+    for settings, is_masked, group_images in MODES:
+        layer.group_images = group_images
+        of_mask = {"mask": mask} if is_masked else {}
+        check(operators.count(layer, x, **settings, **of_mask, **known))
 
 
 ROUTERS = {
@@ -87,6 +76,23 @@ def test_image_models(name, training):
     model = tiny.classifier(router=ROUTERS[name], group_images=2)
     images = np.float32(tiny.pixels(3)) / 255
     check(operators.count(model, images, training=training, gradient=training))
+
+
+@pytest.mark.parametrize("pooling", ["token", "first", "gap", "map"])
+def test_image_pooling(pooling):
+    model = tiny.backbone(pooling=pooling)
+    images = np.float32(tiny.pixels(3)) / 255
+    check(operators.count(model, images, training=True, gradient=True))
+
+
+@pytest.mark.parametrize("name", TEXT_POOLINGS)
+def test_text_pooling(name):
+    attention = layers.AttentionPooling(num_heads=2, mlp_dim=8)
+    check(
+        operators.count(
+            lambda x, mask: pool(x, name, attention, mask), *operators.tokens()
+        )
+    )
 
 
 @pytest.mark.parametrize("training", SCOPES)
