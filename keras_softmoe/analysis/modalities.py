@@ -286,8 +286,9 @@ class WordReducer:
         if pairs.tokenizer is None or pairs.captions is None:
             kind = type(pairs.captions).__name__
             raise ValueError(
-                "`tagger` needs captions and a tokenizer. Received: captions of type "
-                f"{kind}, preprocessor={pairs.preprocessor!r}."
+                "`tagger` needs captions and a tokenizer: pass a task or its "
+                f"preprocessor. Received: captions of type {kind}, "
+                f"preprocessor={pairs.preprocessor!r}."
             )
         self._pairs = pairs
         self._tagger = tagger

@@ -136,7 +136,8 @@ def routers_of(model):
     if not routers:
         raise ValueError(
             "Only the routing of this library's MoE layers, `MoE` and `SoftMoE`, is "
-            f"recorded. Received: a {type(model).__name__} without any."
+            f"recorded. Received: a {type(model).__name__} without any. "
+            "`ksm.converters.add_experts` replaces MLPs."
         )
     return routers
 
@@ -198,8 +199,9 @@ def prepared(backbone, images, preprocessor):
         images = preprocessor(images)
     elif "int" in keras.backend.standardize_dtype(images.dtype):
         raise ValueError(
-            "Integer images need a preprocessor, or a task in place of its backbone. "
-            f"Received: images of dtype={images.dtype}, preprocessor=None."
+            "Integer images need a preprocessor, such as `ViTMoEImageConverter`, or a "
+            "task in place of its backbone. Received: images of "
+            f"dtype={images.dtype}, preprocessor=None."
         )
     images = ops.convert_to_numpy(images).astype("float32")
     if images.shape[1:] != backbone.image_shape or not len(images):

@@ -134,7 +134,8 @@ class TwoTowers(Settings):
         if image != text:
             raise ValueError(
                 "Embeddings of images and text must have one width to be compared. "
-                f"Received: {image} for images, {text} for text."
+                f"Received: {image} for images, {text} for text. "
+                f"Set `text_projection_dim={image}`, or `image_projection_dim`."
             )
 
     @property

@@ -208,7 +208,7 @@ def read_config(preset):
     if is_handle(preset):
         raise ValueError(
             "The configuration of a preset is read by name or from a directory on this "
-            f"machine. Received: preset={str(preset)!r}."
+            f"machine. Received: preset={str(preset)!r}. Load it, then pass the model."
         )
     path = find_directory(preset)
     if path is None:
@@ -255,8 +255,8 @@ def explain_errors(preset):
             raise
         raise ValueError(
             f"The preset {where} cannot be read: a file is damaged, truncated, could "
-            "not be fetched, or belongs to another model. Reason: "
-            f"{type(error).__name__}: {message}"
+            "not be fetched, or belongs to another model. Restore it, save it or fetch "
+            f"it again. Reason: {type(error).__name__}: {message}"
         ) from error
 
 
@@ -302,7 +302,8 @@ def _read_config_file(path):
     file = path / CONFIG_FILE
     if not file.is_file():
         raise ValueError(
-            f"The directory '{path}' is not a preset: it has no {CONFIG_FILE}."
+            f"The directory '{path}' is not a preset: it has no {CONFIG_FILE}. "
+            "Save one with `model.save_to_preset(directory)`."
         )
     for folder, folders, files in os.walk(path):
         # Other processes write aside, below such names.
@@ -313,13 +314,13 @@ def _read_config_file(path):
             if not entry.is_file() and os.path.lexists(entry):
                 raise ValueError(
                     f"The preset in '{path}' is damaged: '{entry.name}' is no file, or "
-                    "a link to nothing."
+                    "a link to nothing. Restore it or save the preset again."
                 )
             if entry.suffix == ".json" and entry.stat().st_size > _MAX_TEXT_BYTES:
                 raise ValueError(
                     f"The preset in '{path}' is damaged: '{entry.name}' has "
                     f"{entry.stat().st_size:,} bytes, and no configuration has more "
-                    f"than {_MAX_TEXT_BYTES:,}."
+                    f"than {_MAX_TEXT_BYTES:,}. Restore it or save the preset again."
                 )
     with explain_errors(path):
         saved = json.loads(file.read_text(encoding="utf-8"))

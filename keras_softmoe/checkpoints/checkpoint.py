@@ -110,5 +110,5 @@ def open_file(path, kind):
             reason = f"{type(error).__name__}: {reason}"
         raise CheckpointError(
             f"'{path}' cannot be read as {kind}: it is missing, damaged, truncated, or "
-            f"something else. Reason: {reason}."
+            f"something else; fetch it again. Reason: {reason}."
         ) from error

@@ -90,5 +90,8 @@ def read_text_beside(path, name):
             raise ValueError("no JSON object")
     except (OSError, ValueError, RecursionError) as error:
         reason = str(error)[:80]
-        raise CheckpointError(f"'{file}' cannot be read: {reason}.") from error
+        raise CheckpointError(
+            f"'{file}', which describes the weights beside it, cannot be read: "
+            f"{reason}."
+        ) from error
     return found

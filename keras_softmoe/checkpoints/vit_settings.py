@@ -105,7 +105,7 @@ def _image_shape(given, patch_size, channels, num_patches):
         if not side or side**2 != num_patches:
             raise CheckpointError(
                 "The size of the images does not follow from the checkpoint, so "
-                "`image_shape` is needed. Received: "
+                "`image_shape=(height, width, channels)` is needed. Received: "
                 f"{num_patches or 'no'} learned positions."
             )
         return (side * height, side * width, channels)

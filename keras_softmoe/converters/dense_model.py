@@ -202,7 +202,7 @@ def find_file(source):
         raise ValueError(
             f"Unsupported file format: '{source}'. Accepted: "
             f"{' and '.join(checkpoints.ONE_FILE_SUFFIXES)}, since pickled files can "
-            "execute code."
+            "execute code: save such a file as safetensors."
         )
     if not path.is_dir() or _registered_name(source):
         return None

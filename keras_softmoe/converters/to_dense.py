@@ -80,7 +80,8 @@ def _mixtures(model, backbone):
     else:
         raise ValueError(
             "`model` must be a model from `add_experts`, a backbone with blocks of "
-            f"this library, or a task with one. Received: model={quote(model)}."
+            "this library, or a task with one; pass two towers separately. "
+            f"Received: model={quote(model)}."
         )
     if not mixtures:
         raise ValueError(f"A dense model has no experts. Received: {quote(model)}.")
@@ -104,8 +105,9 @@ def _mixtures(model, backbone):
     ]
     if changed:
         raise ValueError(
-            "Weights must be floats without LoRA factors (`ksm.models.merge_lora`). "
-            f"Received: {len(changed)} changed layers, such as {changed[0]!r}."
+            "Weights must be floats without LoRA factors. Received: "
+            f"{len(changed)} changed layers, such as {changed[0]!r}. Merge the factors "
+            "(`ksm.models.merge_lora`), or use the model from before `quantize`."
         )
     return mixtures
 

@@ -174,7 +174,7 @@ def _check_split(split, mlp_dim, router, start):
             raise ValueError(
                 "The parts of an MLP belong together, so tokens have to choose them "
                 f"together, by token or expert choice. Received: split={split} with a "
-                f"`{type(template).__name__}`."
+                f'`{type(template).__name__}`. Another way is `start="shared"`.'
             )
 
 

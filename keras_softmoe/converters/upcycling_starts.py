@@ -59,7 +59,8 @@ def prepare_images(dense, backbone, images):
     check_finite_images(images)
     if not len(images) or (preprocessor is None and images.dtype.kind in "iu"):
         raise ValueError(
-            "There must be images to start from, for a backbone floats in [-1, 1]. "
+            "There must be images to start from, for a backbone floats in [-1, 1] "
+            "(`images / 127.5 - 1`); a classifier has a preprocessor. "
             f"Received: {len(images)} images of dtype {images.dtype}."
         )
     return images

@@ -69,7 +69,8 @@ class Backup(keras.callbacks.Callback):
         if one_stream and keras.backend.backend() == "torch":
             raise ValueError(
                 "On PyTorch a callback cannot skip batches of earlier epochs in one "
-                f"stream. {received(one_stream=one_stream)}"
+                f"stream. {received(one_stream=one_stream)} Leave `steps_per_epoch` "
+                "out, so that each epoch begins the data again."
             )
         # For a symbolic link the target is created if it does not exist.
         self.path = Path(os.path.realpath(directory), FILE)
@@ -222,7 +223,7 @@ class Backup(keras.callbacks.Callback):
         if backup.optimizer != name:
             raise ValueError(
                 f"The backup in '{self.path}' is of another optimizer. Received: {name}"
-                f", for {backup.optimizer}."
+                f", for {backup.optimizer}. Compile with that one, or remove the file."
             )
         for kind in ("model", "optimizer"):
             self._check(kind, _variables_of(model)[kind], backup.datasets[kind])
@@ -248,7 +249,8 @@ class Backup(keras.callbacks.Callback):
             first = next((f"; {a}, for {b}" for a, b in pairs if a != b), "")
             raise ValueError(
                 f"The backup in '{self.path}' is of another {kind}. Received: "
-                f"{len(expected)} variables, for {len(found)}{first}."
+                f"{len(expected)} variables, for {len(found)}{first}. Remove it to "
+                "start from the beginning."
             )
         for variable, dataset in zip(variables, datasets, strict=True):
             # The state of the optimizer would belong to other variables.
@@ -256,7 +258,8 @@ class Backup(keras.callbacks.Callback):
                 raise ValueError(
                     f"The backup in '{self.path}' is of a training in which other "
                     "parts of the model were frozen. Received: trainable="
-                    f"{variable.trainable} for {variable.path!r}."
+                    f"{variable.trainable} for {variable.path!r}. Freeze the same ones,"
+                    " or remove the file."
                 )
 
     def _restore_metrics(self):
@@ -373,7 +376,8 @@ def open_backup(path):
         except (OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise ValueError(
                 f"The backup in '{path}' cannot be read: it is damaged, or not a file "
-                f"of this callback. Received: {error}"
+                "of this callback. Remove it to start from the beginning. Received: "
+                f"{error}"
             ) from error
         yield backup
 

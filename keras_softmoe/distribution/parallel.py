@@ -337,7 +337,8 @@ def _check_divided(variable, layout):
             raise PlacementError(
                 f"{shards} devices must divide the axis of {variable.path!r} that is "
                 f"sharded over them. Received: shape={tuple(variable.shape)}, "
-                f"axes={layout.axes}, mesh={mesh}."
+                f"axes={layout.axes}, mesh={mesh}. `shard_dense=False` shards experts "
+                "only."
             )
 
 
@@ -359,7 +360,7 @@ def _check_backend(feature, also_torch=False):
                 "`keras.distribution.initialize()`. Received: no process group."
             )
         return
-    needed = "the JAX backend"
+    needed = "the JAX backend (`KERAS_BACKEND=jax`)"
     if backend == "torch" and also_torch:
         needed += ", or on PyTorch Keras 3.16"
     why = "would silently run on one device"

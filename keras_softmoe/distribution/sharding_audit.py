@@ -160,7 +160,7 @@ def check_equal_weights(model):
         raise PlacementError(
             f"All processes must have the same weights of the model {model.name!r}. "
             "Received: sums of weights that differ. Call `keras.utils.set_random_seed` "
-            "before the model is built, or load the same preset."
+            "in each process before it builds the model, or load the same preset."
         )
 
 

@@ -188,7 +188,7 @@ def optimizer_copies(optimizer):
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ValueError(
             "`optimizer` must be the name of one or a `keras.optimizers.Optimizer`. "
-            f"Received: optimizer={given!r}."
+            f"Received: optimizer={given!r}. One without moments is 'sgd'."
         )
     # Some treat matrices, or large ones, differently.
     copies = set()

@@ -143,7 +143,8 @@ def check_embeddings(name, embeddings):
     if array.ndim != 2 or not array.size or array.dtype.kind in "OSUcmMb":
         raise ValueError(
             f"`{name}` must be numbers of shape (N, D), one row or more. Received: "
-            f"{name} with shape={array.shape}, dtype={array.dtype}."
+            f"{name} with shape={array.shape}, dtype={array.dtype}. They come from "
+            "`model.encode_image` and `model.encode_text`."
         )
     row = checks.first_not_finite(array)
     if row is not None:

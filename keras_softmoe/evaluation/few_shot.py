@@ -154,7 +154,8 @@ def few_shot_probe(
         if is_unscaled and x.dtype.kind in "iub":
             raise ValueError(
                 "A Keras model expects scaled images, or a `preprocessor`. Received: "
-                f"images of dtype={x.dtype}, preprocessor=None."
+                f"images of dtype={x.dtype}, preprocessor=None. If the model scales "
+                "images, pass `x.astype('float32')`."
             )
         _check_finite(name, x)
 
@@ -195,6 +196,7 @@ def _model_and_preprocessor(backbone, preprocessor):
             raise ValueError(
                 f"`{name}` must be callable on a batch of images, or `None`. "
                 + checks.received(**{name: given})
+                + " Presets are loaded with `from_preset`."
             )
     if isinstance(getattr(backbone, "backbone", None), keras.Model):
         if preprocessor is None:
@@ -269,7 +271,8 @@ def _check_split(name, split, images):
     if y.ndim != 1 or y.dtype.kind not in "iu":
         raise ValueError(
             f"The labels of `{name}` must be integers of shape (N,). "
-            f"Received: {name} y with shape={y.shape}, dtype={y.dtype}."
+            f"Received: {name} y with shape={y.shape}, dtype={y.dtype}. "
+            "One-hot labels become integers with `y.argmax(-1)`."
         )
     if len(x) != len(y):
         raise ValueError(
@@ -286,7 +289,8 @@ def _check_classes(y_train, y_test):
         raise ValueError(
             "The labels of `train` must be 0..num_classes-1, with at least two classes "
             f"and every class present. Received: {len(classes)} distinct labels from "
-            f"{classes[0]} to {classes[-1]}."
+            f"{classes[0]} to {classes[-1]}. `np.unique(y, return_inverse=True)` "
+            "renumbers them."
         )
     unknown = np.setdiff1d(y_test, classes)
     if len(unknown):
@@ -321,7 +325,8 @@ def _check_shape(expected, batch):
     ):
         raise ValueError(
             f"The model takes images of shape {expected}. Received: batches of shape "
-            f"{tuple(found)}."
+            f"{tuple(found)}. `preprocessor=ksm.models.ViTMoEImageConverter("
+            f"{expected[1:3]})` resizes images."
         )
 
 

@@ -154,7 +154,7 @@ def _variable_dtype(dtype):
     if is_map or policy.quantization_mode or "float" not in policy.variable_dtype:
         raise ValueError(
             "`cost` counts models in one float dtype, before they are quantized. "
-            f"Received: dtype={dtype!r}."
+            f"Received: dtype={dtype!r}. Sum the sizes of `model.weights` instead."
         )
     return policy.variable_dtype
 

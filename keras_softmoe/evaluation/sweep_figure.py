@@ -101,8 +101,8 @@ def _draw_fronts(ax, sweep, x, y, by, limits):
     for row in sweep.rows:
         if by is not None and by not in row.settings:
             raise ValueError(
-                f"`by` must be a setting of all rows. Received: by={by!r} and a row "
-                f"with {', '.join(row.settings)}."
+                "`by` must be a setting of all rows, or `None` for a single front. "
+                f"Received: by={by!r} and a row with {', '.join(row.settings)}."
             )
         groups.setdefault(None if by is None else row.settings[by], []).append(row)
     legend = {}
@@ -160,8 +160,9 @@ def _lines(rows, x, y, by):
     for row in rows:
         if any(name not in row.settings for name in names):
             raise ValueError(
-                f"`x` and `by` must be settings of all rows. Received: x={x!r}, "
-                f"by={by!r} and a row with {', '.join(row.settings)}."
+                "`x` and `by` must be settings of all rows (`by=None` for a single "
+                f"line). Received: x={x!r}, by={by!r} and a row with "
+                f"{', '.join(row.settings)}."
             )
         others = {k: v for k, v in row.settings.items() if k not in names}
         fixed = others if fixed is None else fixed

@@ -102,7 +102,7 @@ class Sweep:
         """
         means = np.array([values.mean() for values in self.scores(y)])
         if any(row.gflop_per_image is None for row in self.rows):
-            raise ValueError("Each row must have its cost. Received: a row without.")
+            raise ValueError("Rows must have a cost. Received: gflop_per_image=None.")
         costs = np.array([row.gflop_per_image for row in self.rows])
         # (rows, rows): True where the column's row beats the row's.
         no_worse = (costs <= costs[:, None]) & (means >= means[:, None])

@@ -113,7 +113,7 @@ def checked_job(
         raise ValueError(
             "`group_images=None` routes a whole batch as one group, so "
             "`input_signature` must have the size of the batch. Received: batch sizes "
-            f"{sorted(batches, key=str)}."
+            f"{sorted(batches, key=str)}. Another way is `set_routing(group_images=8)`."
         )
     if preprocessing and format == "torch":
         sizes = [tuple(x.shape[1:3]) for x in (signature[0], model.input)]
@@ -157,7 +157,8 @@ def _check(model, filepath, format):
         raise ValueError(
             f"A model in the format '{format}' must compute in float32. Received: a "
             f"model with layers in {' and '.join(half)}. Load it with "
-            "`from_preset(..., dtype='float32')`."
+            "`from_preset(..., dtype='float32')`, or choose another format: "
+            "'tf_saved_model', 'torch'."
         )
     modes = {getattr(layer, "quantization_mode", None) for layer in layers} - {None}
     if quantized is not None and modes - {*quantized}:
@@ -181,7 +182,7 @@ def _check_router(router):
         raise ValueError(
             "Random routing cannot be exported: an exported model must be "
             f"deterministic. Received: {router.path} with {random_logits=}, "
-            f"{priority=}."
+            f"{priority=}. Call `set_routing(random_logits=False, priority='max')`."
         )
     if router.num_rows(1) is not None:
         factor = router.num_experts / router.choices_per_token

@@ -59,8 +59,9 @@ class BatchesOf(DataAdapter):
         if not self._drawn:
             raise ValueError(
                 "There are no batches left: a generator gives its batches once, so "
-                "several runs need data that can be iterated again. "
-                f"Received: {self._iterator!r}."
+                "several runs need data that can be iterated again, such as a "
+                "`keras.utils.PyDataset`, or an infinite generator and "
+                f"`steps_per_epoch`. Received: {self._iterator!r}."
             )
         yield self._drawn[0]
         self._drawn = []

@@ -86,7 +86,7 @@ def replace_sublayer(parent, old, new):
     if not found:
         raise ValueError(
             f"The layer {parent.path!r} must have an attribute with the part that is "
-            f"to be replaced. Received: {old.path!r}."
+            f"to be replaced. Received: {old.path!r}. Name a layer around it."
         )
 
 

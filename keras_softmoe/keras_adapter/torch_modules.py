@@ -52,7 +52,8 @@ class Weights(torch.nn.Module):
         if not (layer.built or getattr(type(layer).build, "_is_default", False)):
             warnings.warn(
                 f"The layer {layer.name!r} has no weights before it is built: an "
-                "optimizer that is given its parameters now will not train them.",
+                "optimizer that is given its parameters now will not train them. Call "
+                "it once, or `layer.build(shape)`, before the optimizer is made.",
                 stacklevel=2,
             )
         return super().named_modules(*args, **kwargs)
@@ -73,9 +74,9 @@ class Weights(torch.nn.Module):
                 mixed = f" or 'mixed_{name}'" if name.endswith("float16") else ""
                 raise ValueError(
                     "A Keras layer computes in the dtype of its policy, which `.to`, "
-                    f"`.half` and `.double` do not change: create it with "
-                    f"`dtype={name!r}`{mixed}. Received: {dtype} for the layer "
-                    f"{self.layer.name!r} of dtype={policy.name!r}."
+                    f"`.half` and `.double` do not change. Received: {dtype} for the "
+                    f"layer {self.layer.name!r} of dtype={policy.name!r}. Create it "
+                    f"with `dtype={name!r}`{mixed}; `.to(device)` moves it."
                 )
 
         def moved(x):

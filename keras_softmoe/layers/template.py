@@ -77,12 +77,12 @@ def check_template(expert):
         if getattr(part, "lora_enabled", False):
             raise ValueError(
                 "Experts of any layer take no factors of LoRA. Received: expert with "
-                f"LoRA in the {kind}."
+                f"LoRA in the {kind}. Fold the factors into the kernel first."
             )
         if getattr(part, "quantization_mode", None):
             raise ValueError(
                 "Experts of any layer are not quantized. Received: expert with the "
-                f"{kind} in {part.quantization_mode!r}."
+                f"{kind} in {part.quantization_mode!r}. Give the layer from before."
             )
     return expert
 
@@ -101,7 +101,7 @@ def new_copy(expert, shape):
     except Exception as error:
         raise TypeError(
             "A layer that is not built is copied from its configuration, which fails "
-            f"here: {error}"
+            f"here: {error} Build the layer first, or give it a `get_config`."
         ) from error
     # Called and not built, as some layers are built by their first call.
     copy(keras.KerasTensor((None, *shape)))
@@ -142,11 +142,13 @@ class _Probe(keras.layers.Layer):
             raise ValueError(
                 "An expert returns one tensor of the shape of its input, as outputs "
                 f"take the place of the tokens. Received: {kind}, which maps "
-                f"{(None, *shape)} to {found}."
+                f"{(None, *shape)} to {found}. End it with a layer of {shape[-1]} "
+                "units."
             )
         if self.has_losses:
             raise ValueError(
-                "A loss that a layer adds in a call would be that of one expert. "
+                "A loss that a layer adds in a call (`add_loss`, "
+                "`activity_regularizer`) would be that of one expert. "
                 f"Received: {kind}, which adds one."
             )
         # Each expert has a state of a generator of its own: these may change.
@@ -158,7 +160,7 @@ class _Probe(keras.layers.Layer):
             raise ValueError(
                 "A weight that a call changes, such as a mean over batches, would need "
                 f"one for each expert. Received: {kind}, which changes "
-                f"{', '.join(changed)}."
+                f"{', '.join(changed)}. `LayerNormalization` has none."
             )
 
 

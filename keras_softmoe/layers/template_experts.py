@@ -211,13 +211,16 @@ class TemplateExperts(layers.Layer):
     def enable_lora(self, *args, **kwargs):
         raise ValueError(
             "Experts of any layer take no factors of LoRA. Received: enable_lora on "
-            f"{self.path!r}, experts of a `{type(self.expert).__name__}`."
+            f"{self.path!r}, experts of a `{type(self.expert).__name__}`. "
+            "Use `layers.MoE(router, mlp_dim=...)`, whose experts do."
         )
 
     def check_quantization(self, mode, config=None):
         """Raise the error of `quantize`: it is not supported."""
         raise NotQuantizedError(
-            "Experts of any layer are not quantized: leave them out by `filters`. "
+            "Experts of any layer are not quantized: leave them out by "
+            "`filters=lambda layer: 'experts' not in str(layer.path)`, or use "
+            "`layers.MoE(router, mlp_dim=...)`. "
             f"Received: mode={mode!r} for {self.path!r}, experts of a "
             f"`{type(self.expert).__name__}`."
         )
@@ -252,7 +255,8 @@ def _check_has_values(layer):
     if not tf.executing_eagerly():
         raise ValueError(
             "On TensorFlow, experts of any layer are built before the first step of "
-            f"`fit`: call the model on a batch. Received: {layer.path!r}, built in one."
+            "`fit`: call the model on a batch, or begin it with `keras.Input`. "
+            f"Received: {layer.path!r}, built in one."
         )
 
 

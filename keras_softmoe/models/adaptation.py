@@ -82,7 +82,8 @@ def enable_lora(self, rank, target_layer_names=None):
     if experts and target_layer_names is None:
         warnings.warn(
             "Experts of any layer have no factors of LoRA, and are frozen now like all "
-            "other weights; `layer.trainable = True` trains them. Received: "
+            "other weights; `layer.trainable = True` trains them, and "
+            "`target_layer_names` avoids this warning. Received: "
             f"enable_lora for {', '.join(experts[:8])}.",
             stacklevel=2,
         )

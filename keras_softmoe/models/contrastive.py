@@ -204,8 +204,8 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
             x = {"images": x, "token_ids": y}
         elif not isinstance(x, dict):
             raise ValueError(
-                "Without a preprocessor data must be pairs of images and token ids. "
-                f"Received: {type(x).__name__}."
+                "Without a preprocessor data must be pairs of images and token ids, or "
+                f"dicts of 'images' and 'token_ids'. Received: {type(x).__name__}."
             )
         if sample_weight is not None:
             raise no_weights("sample_weight", sample_weight)

@@ -61,8 +61,8 @@ class ContrastivePreprocessor(keras_hub.models.Preprocessor):
         super().__init__(**kwargs)
         if getattr(tokenizer, "sequence_length", None):
             raise ValueError(
-                "The preprocessor pads captions, and the tokenizer has no length. "
-                f"Received: sequence_length={tokenizer.sequence_length} of it."
+                "The tokenizer must be made without a length, as the preprocessor pads "
+                f"captions. Received: sequence_length={tokenizer.sequence_length}."
             )
         check_whole_numbers(1, sequence_length=sequence_length)
         self.tokenizer = tokenizer
@@ -99,7 +99,7 @@ class ContrastivePreprocessor(keras_hub.models.Preprocessor):
             if len(ids) > self.sequence_length and not self.truncate:
                 raise ValueError(
                     f"A caption has more tokens, {len(ids)}, than sequence_length="
-                    f"{self.sequence_length}, and is not cut (`truncate=True`). "
+                    f"{self.sequence_length}: shorten it, or set `truncate=True`. "
                     f"Received: caption={caption!r}."
                 )
             row[: len(ids)] = ids[: self.sequence_length]

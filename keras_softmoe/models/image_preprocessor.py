@@ -108,7 +108,8 @@ def fit_image_size(preprocessor, image_size):
     if getattr(converter, "data_format", None) == "channels_first":
         raise ValueError(
             "The models expect images with their channels last. Received: "
-            f"data_format='channels_first' of a {type(converter).__name__}."
+            f"data_format='channels_first' of a {type(converter).__name__}, perhaps "
+            "from `keras.config.image_data_format()`."
         )
     if hasattr(converter, "image_size"):
         converter.image_size = image_size

@@ -112,7 +112,8 @@ def attach(cls, load=None):
                     raise ValueError(
                         f"The weights of the preset {str(preset)!r} are not all finite:"
                         " its file is damaged, or its training had failed. Received: "
-                        f"NaN or infinity in {variable.path!r}."
+                        f"NaN or infinity in {variable.path!r}. Restore the file, or "
+                        "start anew with `load_weights=False`."
                     )
             _check_dtypes(getattr(model, "preprocessor", None), preset)
         if settings:
@@ -189,14 +190,16 @@ def load_classifier(read, cls, directory, load_weights, arguments):
             # KerasHub would continue with a new head.
             raise ValueError(
                 f"The preset {name!r} has no weights for its head: task.weights.h5 is "
-                "missing. A new head starts with `from_preset(..., num_classes=10)`."
+                "missing. Restore it, or start from a new head: "
+                "`from_preset(..., num_classes=10)`."
             )
     elif "preprocessor" not in arguments and folder.is_dir():
         if not (folder / "image_converter.json").is_file():
             raise ValueError(
                 f"The preset {name!r} holds a backbone only, without preprocessing of "
-                "images. Pass a `preprocessor`, or `preprocessor=None` for images as "
-                "the backbone expects them."
+                "images. Pass `preprocessor=ViTMoEImageClassifierPreprocessor("
+                "ViTMoEImageConverter())` for pixels from 0 to 255, or "
+                "`preprocessor=None` for images as the backbone expects them."
             )
     arguments = _with_backbone(cls, directory, load_weights, arguments)
     return read(cls, directory, load_weights=load_weights, **arguments)
@@ -208,8 +211,9 @@ def load_contrastive(read, cls, directory, load_weights, arguments):
     if "preprocessor" not in arguments and folder.is_dir():
         if not (folder / "tokenizer.json").is_file():
             raise ValueError(
-                f"The preset {folder.name!r} has no tokenizer. Pass a `preprocessor` "
-                "with one, or `preprocessor=None` to give the model token ids."
+                f"The preset {folder.name!r} has no tokenizer. Pass "
+                "`preprocessor=LIMoEPreprocessor(LIMoETokenizer('spiece.model'))`, or "
+                "`preprocessor=None` to give the model token ids."
             )
     # KerasHub would read the preset's vocabulary into the tokenizer of another one.
     preprocessor = arguments.get("preprocessor")

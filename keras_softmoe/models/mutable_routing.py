@@ -144,7 +144,8 @@ def _check_run(model, step):
         raise ValueError(
             f"A scope of `routers.record` records nothing of `{method}`, which runs a "
             f"function compiled by {backend}: call the model itself, "
-            f"`model(inputs)`, in the scope. Received: model={model.name!r}."
+            "`model(inputs)`, in the scope, or compile it with `run_eagerly=True` for "
+            f"`evaluate` and `predict`. Received: model={model.name!r}."
         )
     if step == "train":
         _check_optimizer(model)
@@ -158,6 +159,7 @@ def _check_run(model, step):
         warnings.warn(
             "This model is sharded over devices, but no distribution that shards "
             "models is active: every step gathers the weights of all experts. "
+            "Use the one it was built in (`keras.distribution.set_distribution`). "
             f"Received: {sharded!r}, distribution={distribution}.",
             stacklevel=5,
         )

@@ -70,7 +70,8 @@ class PairEncoding:
             return token_ids.astype("int32")
         if self.preprocessor is None:
             raise ValueError(
-                "Captions in words need a task with a `preprocessor`. Received: "
+                "Captions in words need a task with a `preprocessor`; without one pass "
+                f"int token ids, (N, {self.backbone.sequence_length}). Received: "
                 f"captions={type(captions).__name__}."
             )
         return self.preprocessor.tokenize(checked_captions(captions))
@@ -137,7 +138,8 @@ def check_names(class_names):
         repeated = [name for name, count in Counter(names).items() if count > 1]
         raise ValueError(
             "The names of classes must all differ. Received: class_names with "
-            f"{', '.join(map(repr, repeated[:5]))} more than once."
+            f"{', '.join(map(repr, repeated[:5]))} more than once. Name them in words, "
+            "such as 'crane bird' and 'construction crane'."
         )
     return names
 

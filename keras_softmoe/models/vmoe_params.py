@@ -99,7 +99,8 @@ def load_vmoe_params(model: keras.Model, params: Mapping, verbose: int = 0) -> N
         if not np.isfinite(array).all():
             raise ValueError(
                 "Parameters must be finite numbers: the file is damaged, or the "
-                f"training had failed. Received: NaN or infinity in {name!r}."
+                f"training had failed. Received: NaN or infinity in {name!r}. "
+                "Fetch the file again."
             )
         variable.assign(np.reshape(array, variable.shape))
         progress.add(1)

@@ -157,9 +157,7 @@ def test_nothing_is_kept_and_what_is_gone_is_missed(tmp_path):
     assert checkpoint["mask"].any()
     data = tmp_path / "ckpt.data-00000-of-00001"
     os.truncate(data, 10)
-    with pytest.raises(
-        checkpoints.CheckpointError, match="data-00000.*damaged, truncated"
-    ):
+    with pytest.raises(checkpoints.CheckpointError, match="data-00000.*fetch it again"):
         checkpoint["mask"]
     data.unlink()
     with pytest.raises(checkpoints.CheckpointError, match="cannot be read.*no such"):

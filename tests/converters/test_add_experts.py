@@ -375,7 +375,7 @@ def test_models_without_sites(vit):
     refused("must be a `keras.Model`", layers.MLP(3), (0,), ROUTER)
     refused("`ksm.converters.upcycle`", tiny.backbone(**tiny.DENSE), (0,), ROUTER)
     refused("`ksm.converters.upcycle`", tiny.backbone(), (0,), ROUTER)
-    refused("must be built", Subclassed(), (0,), ROUTER, lambda layer: True)
+    refused("call it once on data", Subclassed(), (0,), ROUTER, lambda layer: True)
 
 
 def test_what_a_copy_needs():
@@ -490,7 +490,7 @@ def test_an_activation_between_the_parts_is_not_lost():
     """Bloom's is in the code of its blocks: outputs were off by 0.7."""
     model = keras_hub.models.BloomBackbone(20, 1, 2, 8, 12)
     sites = [("mlp_intermediate_dense", "mlp_output_dense")]
-    with pytest.raises(ValueError, match="outputs of the part before it"):
+    with pytest.raises(ValueError, match="part before it: name the layers between"):
         converters.add_experts(model, (0,), ROUTER, sites, verbose=0)
 
 

@@ -174,7 +174,7 @@ def test_refusals():
         converters.to_dense_model(shared)
     lora = converters.add_experts(vit, (1,), ROUTER, verbose=0)
     lora.enable_lora(2)
-    with pytest.raises(ValueError, match="without LoRA factors.*merge_lora"):
+    with pytest.raises(ValueError, match="without LoRA factors.*Merge.*merge_lora"):
         converters.to_dense_model(lora)
-    with pytest.raises(ValueError, match='start="shared".*dense_1'):
+    with pytest.raises(ValueError, match='start="shared".*dense_1.*"copies"'):
         converters.add_experts(FAMILIES["CLIP"](), (1,), ROUTER, start="shared")

@@ -259,14 +259,17 @@ def test_a_backup_may_be_used_again_after_an_interruption(whole, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"optimizer": "adamw"}, "another optimizer.*Received: AdamW, for Adam"),
-        ({"width": 7}, r"another model.*\(6, 7\).*for \(\(6, 5\)"),
+        (
+            {"optimizer": "adamw"},
+            "another optimizer.*Received: AdamW, for Adam.*Compile",
+        ),
+        ({"width": 7}, r"another model.*\(6, 7\).*for \(\(6, 5\).*Remove"),
         ({"dtype": "bfloat16"}, "another model.*'bfloat16'.*'float32'"),
         (
             {"optimizer": keras.optimizers.Adam(gradient_accumulation_steps=2)},
             "another optimizer.*Received: 14 variables, for 10",
         ),
-        ({"frozen": [2]}, "were frozen.*Received: trainable=False for '.*dense"),
+        ({"frozen": [2]}, "were frozen.*trainable=False for '.*dense.*Freeze"),
     ],
 )
 def test_a_foreign_backup_changes_nothing(arguments, message, tmp_path):
@@ -377,7 +380,7 @@ def test_a_file_that_cannot_be_read(damage, tmp_path):
         else:
             with h5py.File(path, "a") as file:
                 del file["model/0"].attrs["dtype"]
-    with pytest.raises(ValueError, match="training.h5' cannot be read: it is damaged"):
+    with pytest.raises(ValueError, match="training.h5' cannot be read.*Remove it"):
         begin(tmp_path)
 
 

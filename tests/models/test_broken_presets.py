@@ -47,7 +47,7 @@ def explanation(error):
 @BOTH
 def test_missing_configuration(preset, load):
     (preset / "config.json").unlink()
-    with pytest.raises(ValueError, match="not a preset: it has no config.json"):
+    with pytest.raises(ValueError, match="no config.json. Save one with `model.save"):
         load(preset)
 
 
@@ -99,7 +99,9 @@ def test_damaged_weights(preset, load, damage):
         "random": np.random.default_rng(0).bytes(5000),
     }[damage]
     file.write_bytes(content)
-    with pytest.raises(ValueError, match="(?s)preset.*cannot be read.*damaged"):
+    with pytest.raises(
+        ValueError, match="(?s)preset.*cannot be read.*damaged.*Restore"
+    ):
         load(preset)
 
 
@@ -126,7 +128,7 @@ def test_weights_that_are_no_numbers(preset):
     value.flat[3] = np.nan
     kernel.assign(value)
     model.save_to_preset(str(preset))
-    with pytest.raises(ValueError, match="not all finite.*patch_embedding"):
+    with pytest.raises(ValueError, match="not all finite.*patch_embedding.*Restore"):
         load_classifier(preset)
 
 
@@ -166,7 +168,9 @@ def test_missing_shard(tmp_path):
 
 def test_missing_head(preset):
     (preset / "task.weights.h5").unlink()
-    with pytest.raises(ValueError, match="(?s)head: task.weights.h5 is missing"):
+    with pytest.raises(
+        ValueError, match="(?s)head: task.weights.h5 is missing.*Restore"
+    ):
         load_classifier(preset)
     assert load_classifier(preset, num_classes=5).num_classes == 5
     (preset / "task.json").unlink()

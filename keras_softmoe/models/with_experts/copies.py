@@ -23,9 +23,10 @@ def copy_of(model):
             raise ValueError("it has other weights")
     except (TypeError, ValueError, NotImplementedError, AttributeError) as error:
         raise ValueError(
-            "The model is copied from its configuration (`get_config`, a registered "
-            "class) and its weights, without LoRA or quantization. Received: a "
-            f"`{type(model).__name__}` that cannot be copied: {error}."
+            "The model is copied from its configuration and its weights. Received: a "
+            f"`{type(model).__name__}` that cannot be copied: {error}. A class of your "
+            "own needs `get_config` and `keras.saving.register_keras_serializable`; "
+            "merge LoRA factors first, and add experts before `quantize`."
         ) from error
     copy.set_weights(model.get_weights())
     # Not by their names, which KerasHub derives from that of the model

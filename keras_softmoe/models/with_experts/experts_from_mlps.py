@@ -95,7 +95,7 @@ def make_moe(router, parts, shape, settings, start="copies"):
             raise ValueError(
                 "A shared expert is an MLP of dense layers with biases and an "
                 f'activation of Keras. Received: start="shared" for '
-                f"{parts[0].path!r}, another kind of layer."
+                f'{parts[0].path!r}, another kind of layer. Pass `start="copies"`.'
             )
         mixes = mixes_tokens(mlp, shape)
         if mixes and by_image is False:

@@ -196,7 +196,8 @@ def _refuse_without_sites(model, rule, layers):
         note = " Its blocks are causal decoders: routers must not look at later tokens."
     asked = "" if rule is None else f" and sites={quote(rule)}"
     raise ValueError(
-        "No MLP was found that experts could replace; `sites` names the layers. "
+        "No MLP was found that experts could replace. Name its layers in `sites`, "
+        "several in a tuple if a block spreads its MLP over them. "
         f"Received: a `{type(model).__name__}`{asked}.{note} Layers with dense layers: "
         f"{names or 'none'}."
     )
@@ -215,7 +216,7 @@ def check_routers(router, blocks):
         if one.knows_modalities:
             raise ValueError(
                 "A router of two modalities belongs to a `LIMoEBackbone`. Received: "
-                f"router={quote(one)}."
+                f"router={quote(one)}. Use `SoftmaxTokenChoiceRouter`, for example."
             )
     if len(routers) != len(blocks):
         raise ValueError(

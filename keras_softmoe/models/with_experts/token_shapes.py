@@ -67,7 +67,10 @@ def _check_flow(site, flow):
         if len(args) != 1 or further or not ops.is_tensor(args[0]):
             refuse(f"{path!r} is called with more than one tensor")
         if path != site.paths[0] and args[0] is not outputs:
-            refuse(f"{path!r} does not get the outputs of the part before it")
+            refuse(
+                f"{path!r} does not get the outputs of the part before it: name the "
+                "layers between them too, or a layer around them"
+            )
         outputs = results
     shapes = [
         tuple(x.shape) if ops.is_tensor(x) else f"a {type(x).__name__}"
