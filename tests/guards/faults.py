@@ -285,8 +285,8 @@ FAULTS = (
     ),
     Fault(
         "the capacity factor of evaluation in training",
-        "if not training and self.eval_capacity_factor is not None:",
-        "if self.eval_capacity_factor is not None:",
+        "if training or policy.eval_capacity_factor is None:",
+        "if policy.eval_capacity_factor is None:",
         "routers/test_settings.py routers/test_sparse.py",
     ),
     Fault(
