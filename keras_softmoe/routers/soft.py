@@ -163,7 +163,7 @@ class SoftRouter(Router):
         if logits is None or "uniform" in (self.dispatch, self.combine):
             # Equal weights, as in the ablations of table 3
             zeros = ops.zeros_like(tokens[..., :1])
-            uniform = ops.repeat(zeros, slots[0] * slots[1], axis=-1)
+            uniform = ops.tile(zeros, (1, 1, slots[0] * slots[1]))
         # 2. Dispatch weights: each slot averages the tokens of its group.
         dispatch = uniform if self.dispatch == "uniform" else logits
         if valid is not None:
