@@ -222,13 +222,10 @@ class PatchReducer:
             image, patch = index
             place = np.unravel_index(patch, self._grid)
             # The patch and the eight around it, NaN outside.
-            height, width = (
-                image.shape[0] // self._grid[0],
-                image.shape[1] // self._grid[1],
-            )
+            height, width = np.array(inputs.shape[1:3]) // self._grid
             top, left = place[0] * height, place[1] * width
             around = ((height, height), (width, width), (0, 0))
-            padded = np.pad(image, around, constant_values=np.nan)
+            padded = np.pad(inputs[image], around, constant_values=np.nan)
             return padded[top : top + 3 * height, left : left + 3 * width]
 
         for expert, best in enumerate(self._best[name]):

@@ -328,6 +328,6 @@ def _read_config_file(path):
     if not str(name).startswith("keras_softmoe>"):
         raise ValueError(
             f"The preset in '{path}' is not one of keras_softmoe: its {CONFIG_FILE} "
-            f"was made for {quote(name)}."
+            f"was made for {quote(name)}. Load it with the library it belongs to."
         )
     return saved

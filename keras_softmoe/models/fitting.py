@@ -35,8 +35,9 @@ from keras_softmoe.models import data
 from keras_softmoe.routers import record
 
 # The share of tokens without an expert above which `fit` warns, and the tokens for each
-# expert from which on it warns of experts that get none.
-_MANY, _ENOUGH = 0.3, 16
+# expert from which on it warns of experts that get none: of more than a quarter after
+# the first epoch, of any in the end.
+_MANY, _ENOUGH, _FEW_IDLE = 0.3, 16, 0.25
 
 
 def fit(  # noqa: D417
@@ -248,7 +249,11 @@ class _DropWarning(keras.callbacks.Callback):
         inputs = None if self._has_warned else self._first_inputs()
         found = {} if inputs is None else balance(self.model, inputs).items()
         many = [f"{x.dropped:.0%} at block {b}" for b, x in found if x.dropped > _MANY]
-        idle = [f"{x.idle} of them at block {b}" for b, x in found if x.idle]
+        # After one epoch a few may still be on their way.
+        few = _FEW_IDLE if self._epochs == 1 else 0.0
+        idle = [
+            f"{x.idle} of them at block {b}" for b, x in found if x.share_idle > few
+        ]
         self._has_warned = bool(many or idle)
         batch = f"of a batch of the training data after epoch {self._epochs}"
         if many:
@@ -310,10 +315,12 @@ class Balance(NamedTuple):
         dropped: float, the share of tokens without an expert. Tokens in excess of all
             slots do not count: a capacity below the number of tokens is a choice.
         idle: int, the number of experts without a token, 0 in small batches.
+        share_idle: float, their share of all experts.
     """
 
     dropped: float
     idle: int
+    share_idle: float
 
 
 def balance(model, inputs):
@@ -342,7 +349,8 @@ def balance(model, inputs):
             # Tokens of each expert in all groups, (E,)
             load = ops.convert_to_numpy(ops.sum(summary["load"], axis=0))
             idle = np.sum(load == 0) if tokens >= _ENOUGH * len(load) else 0
-            found[block] = Balance(dropped / max(tokens, 1.0), int(idle))
+            dropped /= max(tokens, 1.0)
+            found[block] = Balance(dropped, int(idle), idle / len(load))
     return found
 
 

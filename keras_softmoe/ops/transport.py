@@ -119,7 +119,8 @@ def _weighted_sums(plan, weights, axis):
     They are `(G, E, 1)` or `(G, S, 1)`. Not products of matrices on JAX and TensorFlow,
     which compute these in TF32 on GPUs.
     """
-    if keras.backend.backend() == "torch":
+    # Where shapes alone are found, products would count among those of the model.
+    if keras.backend.backend() == "torch" and not plan.is_meta:
         return matmul(plan.mT if axis == 1 else plan, weights)
     if axis == 2:
         weights = ops.transpose(weights, (0, 2, 1))

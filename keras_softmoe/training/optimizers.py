@@ -14,6 +14,7 @@ from keras_softmoe.checks import check_choice, check_numbers
 from keras_softmoe.keras_adapter.runs import InOnePass, MuonByShape, index_of
 from keras_softmoe.ops.numbers import smallest
 from keras_softmoe.training.optimizer_base import ByVariable, weight_of_all
+from keras_softmoe.types import Tensor
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -106,7 +107,9 @@ class Adam(ByVariable, InOnePass, keras.optimizers.Optimizer):
         step = ops.cast(rate, dtype) * mean / (root + epsilon)
         self.assign_sub(variable, step)
 
-    def update_together(self, gradients, variables, learning_rate):
+    def update_together(
+        self, gradients: Sequence, variables: Sequence, learning_rate: Tensor
+    ) -> list:
         """Update PyTorch tensors in place, in one pass; return pairs that are left.
 
         Operation by operation, PyTorch writes half a dozen arrays of the size of the

@@ -274,7 +274,7 @@ def test_written_directory_is_complete(name, tmp_path):
     }
     task, image_size = saved["task"]["config"], saved["config"]["config"]["image_shape"]
     assert saved["image_converter"]["config"]["image_size"] == image_size[:2]
-    assert saved["metadata"]["accuracy"] == preset.accuracy
+    assert saved["metadata"].get("accuracy", {}) == preset.accuracy
     with_head = evaluation.cost(name, task["num_classes"]).parameters
     assert with_head == saved["metadata"]["parameter_count_with_head"]
 

@@ -143,7 +143,7 @@ def test_adam_is_that_of_keras(arguments):
             optimizer.exclude_from_weight_decay(var_names=["bias"])
         results.append(apply(optimizer, variables, make_gradients(variables, 21))[-1])
     for one, other in zip(*results, strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-6, atol=1e-7)
+        assert_near(one, other, atol=2e-6)
 
 
 @only_on("torch", because="one backend")
