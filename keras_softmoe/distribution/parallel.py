@@ -1,5 +1,6 @@
 """Expert parallelism and data parallelism, as distributions of Keras."""
 
+import math
 from collections.abc import Sequence
 
 import keras
@@ -276,10 +277,13 @@ class ExpertParallel(EachBatch, keras.distribution.ModelParallel):
         """Raise `PlacementError` if the devices do not divide a number of experts."""
         shards = self.num_expert_shards
         if num_experts % shards:
+            total = self.num_devices
+            split = math.gcd(num_experts, total)
             raise PlacementError(
                 f"{num_experts} experts do not divide among {shards} devices. Received:"
-                f" num_experts={num_experts}, mesh={self.device_mesh}. On JAX experts "
-                "may be replicated: `expert_parallel(mesh_shape=(batch, experts))`."
+                f" num_experts={num_experts}, mesh={self.device_mesh}. Use a multiple "
+                f"of {shards} experts, or on JAX replicate them: "
+                f"`expert_parallel(mesh_shape=({total // split}, {split}))`."
             )
 
     def check_layer(self, layer):

@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike
 from keras_softmoe.checks import check_choice, check_whole_numbers, pair
 from keras_softmoe.keras_adapter.layers import Layer
 from keras_softmoe.ops.kernels import patches, reshape
+from keras_softmoe.ops.numbers import Constant
 from keras_softmoe.ops.position import (
     RESAMPLINGS,
     resample_position_grid,
@@ -143,7 +144,8 @@ class PositionEmbedding(Layer):
         if self.kind == "sincos2d":
             table = sincos_2d_table(rows, columns, width)
             # (1, S, D), zero for the class token
-            self._table = np.pad(table, ((int(self.has_class_token), 0), (0, 0)))[None]
+            table = np.pad(table, ((int(self.has_class_token), 0), (0, 0)))[None]
+            self._table = Constant(table)
         else:
             self.embedding = self.add_weight(
                 shape=(1, num_tokens, width),
@@ -152,7 +154,8 @@ class PositionEmbedding(Layer):
             )
 
     def call(self, tokens):
-        table = self._table if self.kind == "sincos2d" else self.embedding
+        is_fixed = self.kind == "sincos2d"
+        table = self._table.on(tokens) if is_fixed else self.embedding
         return tokens + ops.cast(table, tokens.dtype)
 
     def compute_output_shape(self, tokens_shape):

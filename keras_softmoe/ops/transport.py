@@ -12,7 +12,6 @@ from keras_softmoe.ops.kernels import (
     as_tensor,
     compiled_on_jax,
     float32_at_least,
-    matmul,
     repeat,
     reshape,
 )
@@ -87,13 +86,14 @@ def _sinkhorn_plan(logits, num_iterations, valid):
     def iterate(log_plan, count=_SCALINGS):
         plan = ops.exp(log_plan)
         rows = ops.ones_like(plan[..., :1])
-        # (G, E, 1) and (G, S, 1), factors of the columns and of the rows. Columns are
-        # scaled to 1: their mass is a factor of all, which the rows take back.
+        # (G, 1, E) and (G, S, 1), factors of the columns and of the rows. Columns are
+        # scaled to 1: their mass is a factor of all, which the rows take back. Not
+        # products of matrices, which GPUs compute in TF32.
         for _ in range(count):
-            columns = ops.reciprocal(_weighted_sums(plan, rows, 1))
-            sums = _weighted_sums(plan, columns, 2)
+            columns = ops.reciprocal(ops.sum(plan * rows, axis=1, keepdims=True))
+            sums = ops.sum(plan * columns, axis=2, keepdims=True)
             rows = ops.reciprocal(sums if valid is None else sums + is_padding)
-        return log_plan + ops.log(rows) + ops.log(ops.transpose(columns, (0, 2, 1)))
+        return log_plan + ops.log(rows) + ops.log(columns)
 
     # The first scaling of columns, and that of rows. `log_softmax` subtracts the
     # largest logit first, which avoids rounding errors for large logits.
@@ -111,21 +111,6 @@ def _sinkhorn_plan(logits, num_iterations, valid):
         )
     plan = ops.exp(log_plan)
     return plan if valid is None else where(valid, plan, 0.0)
-
-
-def _weighted_sums(plan, weights, axis):
-    """Return the sums of a plan along an axis, with weights `(G, S or E, 1)`.
-
-    They are `(G, E, 1)` or `(G, S, 1)`. Not products of matrices on JAX and TensorFlow,
-    which compute these in TF32 on GPUs.
-    """
-    # Where shapes alone are found, products would count among those of the model.
-    if keras.backend.backend() == "torch" and not plan.is_meta:
-        return matmul(plan.mT if axis == 1 else plan, weights)
-    if axis == 2:
-        weights = ops.transpose(weights, (0, 2, 1))
-        return ops.sum(plan * weights, axis=2, keepdims=True)
-    return ops.sum(plan * weights, axis=1)[..., None]
 
 
 def sparse_transport_plan(

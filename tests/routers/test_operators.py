@@ -27,7 +27,7 @@ MOST = [
     ("expert choice", True, 45),
     ("soft", False, 40),
     ("soft", True, 40),
-    ("sinkhorn expert choice", False, 190),
+    ("sinkhorn expert choice", False, 200),
     ("sparse transport", False, 400),
     ("sparse transport", True, 400),
     ("race", False, 50),

@@ -23,6 +23,7 @@ import numpy as np  # noqa: E402
 
 import keras_softmoe as ksm  # noqa: E402
 from tests.support import tiny, tiny_limoe  # noqa: E402
+from tests.support.close import assert_near  # noqa: E402
 from tests.support.references import to_numpy  # noqa: E402
 
 X, Y = tiny.pixels(10), tiny.labels(10)
@@ -51,9 +52,7 @@ def classifier():
         rows = torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(Y))
         sources.append((torch.utils.data.DataLoader(rows, batch_size=4),))
     for source in sources:
-        np.testing.assert_allclose(
-            model.predict(source[0], verbose=0), expected, atol=1e-4
-        )
+        assert_near(model.predict(source[0], verbose=0), expected, atol=1e-4)
     larger = np.repeat(np.repeat(X, 2, axis=1), 2, axis=2)
     assert model.predict(larger, verbose=0).shape == expected.shape
     model.compile(keras.optimizers.SGD(0.0))
