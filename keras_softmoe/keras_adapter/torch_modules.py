@@ -164,7 +164,13 @@ def quick(keras_call):
             and not held["_forward_pre_hooks"]
             and not held["_backward_hooks"]
             and kwargs.get("mask") is None
+            and bool(args)
         )
+        for x in kwargs.values():
+            # Keras converts arrays, and floats to the dtype of the layer.
+            is_tensor = isinstance(x, torch.Tensor) and not x.is_floating_point()
+            if not (is_tensor or x is None or isinstance(x, bool | tuple)):
+                is_plain = False
         # 2. Tensors: floats in the dtype of the layer, and on the device of Keras
         dtype, tensors = getattr(torch, layer.compute_dtype), []
         for x in args:

@@ -135,6 +135,17 @@ def test_training_is_that_of_the_outermost_call():
     assert not outer.losses
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_inputs_by_name_are_converted(dtype):
+    layer, x = block(), to_numpy(tokens()).astype(dtype)
+    expected = to_numpy(layer(x))
+    for inputs in (x, keras.ops.convert_to_tensor(x, dtype)):
+        assert_near(to_numpy(layer(inputs=inputs)), expected, atol=1e-6)
+    attention = layer.attention
+    by_name = attention(tokens(), tokens=x, tokens_mask=np.ones((3, 9), "bool"))
+    assert_near(to_numpy(by_name), to_numpy(attention(x, x)), atol=1e-6)
+
+
 def test_a_failed_call_leaves_nothing_behind():
     layer = block()
     with pytest.raises((ValueError, RuntimeError)):
