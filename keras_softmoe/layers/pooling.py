@@ -44,6 +44,7 @@ def pool(tokens, pooling, attention_pooling=None, mask=None, num_registers=0):
     return tokens[:, -1] if pooling == "last" else tokens[:, 0]
 
 
+@keras.saving.register_keras_serializable(package="keras_softmoe")
 class _MaskedPooling(keras.Operation):
     """One operation: PyTorch would make tensors of the numbers in a graph."""
 

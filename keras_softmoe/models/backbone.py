@@ -311,6 +311,7 @@ class ModalityEncoder(keras.Model, MutableRouting):
         return {block.path: block.moe.router for block in blocks if block.moe}
 
 
+@keras.saving.register_keras_serializable(package="keras_softmoe")
 class _Normalized(keras.Operation):
     """One operation: PyTorch would make a tensor of a number in a graph."""
 
