@@ -374,7 +374,7 @@ def matmul(x, y):
     Where only shapes are found, costs are counted by Keras' products.
     """
     y = y.value if isinstance(y, keras.Variable) else y
-    if keras.backend.backend() != "torch" or only_finds_shapes():
+    if keras.backend.backend() != "torch" or x.is_meta:
         return ops.matmul(x, y)
     return x.bmm(y) if y.dim() == 3 else x @ y
 
