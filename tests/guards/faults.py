@@ -351,7 +351,7 @@ def plant(fault):
         path.write_text(text, "utf-8")
         done = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-x", "--tb=no", "-rfE"]
-            + ["-p", "no:cacheprovider", "--import-mode=append"]
+            + ["-p", "no:cacheprovider", "--import-mode=append", "--all-cases"]
             + ["--rootdir", str(ROOT)]
             + [str(ROOT / "tests" / name) for name in fault.tests.split()],
             # The copy shadows the library, whose tests are found from its own root.
