@@ -176,7 +176,7 @@ def test_names_that_are_missing(tmp_path, arrays):
     for name in ("blocks.0.attn.qkv.bias", "norm.weight", "cls_token", "pos_embed"):
         fewer = {key: array for key, array in arrays.items() if key != name}
         with pytest.raises(
-            ValueError, match="missing|must have the same|gap|no square"
+            ValueError, match="missing|must have the same|gap|size of the images"
         ):
             convert(tmp_path, fewer)
     with pytest.raises(
