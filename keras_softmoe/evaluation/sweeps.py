@@ -162,8 +162,12 @@ def routing_sweep(
     experts), and E.1 (figures 27 and 28, `random_logits`).
 
     Examples:
-        >>> grid = {"priority": ("max", "position"), "capacity_factor": (1.05, 0.25)}
-        >>> sweep = ksm.evaluation.routing_sweep(sparse, (images, labels), **grid)
+        >>> sweep = ksm.evaluation.routing_sweep(
+        ...     sparse,
+        ...     (images, labels),
+        ...     priority=("max", "position"),
+        ...     capacity_factor=(1.05, 0.25),
+        ... )
         >>> sweep.rows[0].settings, sweep.rows[0].scores["accuracy"].mean()
         >>> figure = sweep.plot("capacity_factor", by="priority")
         >>> figure = sweep.plot("gflop_per_image", by="priority")

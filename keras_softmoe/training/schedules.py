@@ -41,8 +41,9 @@ class WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
     LIMoE, appendix A. Formulas from their released code.
 
     Examples:
-        >>> cooled = {"decay": "rsqrt", "cooldown_steps": 50_000}
-        >>> schedule = ksm.training.WarmupSchedule(1e-3, 300_000, 10_000, **cooled)
+        >>> schedule = ksm.training.WarmupSchedule(
+        ...     1e-3, 300_000, 10_000, decay="rsqrt", cooldown_steps=50_000
+        ... )
         >>> [round(float(schedule(step)), 6) for step in (10_000, 20_000, 300_000)]
         [0.001, 0.000707, 0.0]
     """
