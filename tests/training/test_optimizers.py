@@ -174,6 +174,35 @@ def test_adam_takes_one_pass_on_torch(floatx):
     ]
 
 
+@only_on("torch", because="own loop")
+@ALL
+def test_a_compiled_step_holds_no_update(cls):
+    """PyTorch's compiler gets the gradients, and calls the optimizer as it is."""
+    import torch
+
+    compiled = []
+
+    def count(graph, _):
+        compiled.extend(n.name for n in graph.graph.nodes if "call" in n.op)
+        return graph.forward
+
+    results = []
+    for wrap in (lambda step: step, torch.compile(backend=count)):
+        variables = make_variables()
+        optimizer = cls(0.1)
+        optimizer.build(variables)
+
+        @wrap
+        def step(gradients, optimizer=optimizer, variables=variables):
+            optimizer.apply([2 * g for g in gradients], variables)
+
+        for gradients in make_gradients(variables, 2):
+            step([ops.convert_to_tensor(g, "float32") for g in gradients])
+        results.append(initial(variables))
+    assert_equal(*results)
+    assert compiled == ["mul", "mul_1", "mul_2"]
+
+
 def test_adam_with_momentum_in_bfloat16():
     variables = make_variables()
     gradients = make_gradients(variables, 5)
