@@ -253,7 +253,8 @@ def _exists(path, kind):
         return False
     if found != kind:
         raise WriteError(
-            f"'{path}' cannot be written as {kind}: it is {found}, and stays as it was."
+            f"'{path}' cannot be written as {kind}: it is {found}, and stays as it "
+            "was. Choose another path."
         )
     return True
 

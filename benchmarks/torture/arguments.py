@@ -140,7 +140,11 @@ _ROUTERS = {
         choice="score",
         size="bias_update_every",
     ),
-    routers.ExpertRaceRouter: _SPARSE,
+    routers.ExpertRaceRouter: of(
+        size="num_experts",
+        optional_positive="capacity_factor",
+        choice="rounding random_logits",
+    ),
     routers.SinkhornTokenChoiceRouter: _TOKENS
     | of(size="num_iterations", choice="combine"),
     routers.SoftmaxExpertChoiceRouter: _SPARSE,

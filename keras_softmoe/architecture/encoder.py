@@ -85,7 +85,7 @@ class Encoder(Mixture):
         is_list = isinstance(self.router, list | tuple)
         if is_list and len(self.router) != len(self.moe_layers):
             raise ValueError(
-                "A list of routers has one for each MoE block. Received: "
+                "Pass one router, or a list with one for each MoE block. Received: "
                 f"{len(self.router)} routers for moe_layers={self.moe_layers}."
             )
         if not is_list and bool(self.moe_layers) != (self.router is not None):

@@ -7,7 +7,7 @@ import keras
 from keras import ops
 
 from keras_softmoe.keras_adapter.layers import only_finds_shapes
-from keras_softmoe.ops.kernels import reshape, swap_axes
+from keras_softmoe.ops.kernels import as_mask, reshape, swap_axes
 from keras_softmoe.ops.selection import zero_padding
 from keras_softmoe.sharding.constraints import (
     constrain,
@@ -36,6 +36,7 @@ def as_sequence(inputs, mask):
     if mask is None:
         return inputs, None
     check_mask(mask, shape)
+    mask = as_mask(mask)
     if len(mask.shape) != 2:
         mask = reshape(mask, (-1, math.prod(mask.shape[1:])))
     # Padding may hold NaN, which would enter the gradients of all weights.

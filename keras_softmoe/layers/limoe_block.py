@@ -5,6 +5,7 @@ from keras import ops
 
 from keras_softmoe.layers.encoder_block import EncoderBlock
 from keras_softmoe.layers.groups import check_tokens_shape
+from keras_softmoe.ops.kernels import as_mask
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -117,8 +118,8 @@ def join_masks(masks, tokens):
     for name in sorted(tokens):
         mask = masks.get(name)
         if mask is None:
-            mask = ops.ones_like(tokens[name][..., 0], dtype="bool")
-        parts.append(mask)
+            mask = ops.ones_like(tokens[name][..., 0])
+        parts.append(as_mask(mask))
     return ops.concatenate(parts, axis=1)
 
 

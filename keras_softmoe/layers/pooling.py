@@ -9,7 +9,7 @@ from keras_softmoe.checks import check_numbers
 from keras_softmoe.keras_adapter.layers import Layer
 from keras_softmoe.layers.attention import Attention, LayerNormalization
 from keras_softmoe.layers.mlp import MLP
-from keras_softmoe.ops.kernels import as_tensor
+from keras_softmoe.ops.kernels import as_mask
 from keras_softmoe.ops.numbers import at_least, positions, where
 
 POOLINGS = ("token", "first", "gap", "map")
@@ -61,7 +61,7 @@ class _MaskedPooling(keras.Operation):
 
 
 def _pool_masked(tokens, pooling, mask):
-    mask = as_tensor(mask)[..., None]
+    mask = as_mask(mask)[..., None]
     # Padding may hold NaN, which a product with zero would keep.
     tokens = where(mask, tokens, 0.0)
     if pooling == "gap":

@@ -8,6 +8,7 @@ import functools
 import itertools
 
 import keras
+import numpy as np
 from keras import ops
 
 from keras_softmoe.keras_adapter.layers import only_finds_shapes
@@ -388,7 +389,19 @@ def as_tensor(x):
         return x
     if x is None:
         return None
+    if keras.backend.backend() == "jax" and isinstance(x, np.ndarray):
+        import jax
+
+        # Keras makes float32 of integers and bools where `floatx` is bfloat16.
+        return jax.numpy.asarray(x)
     return x.value if isinstance(x, keras.Variable) else ops.convert_to_tensor(x)
+
+
+def as_mask(x):
+    """Return a bool tensor: masks of tokenizers are often of int32."""
+    if keras.backend.backend() == "torch" and isinstance(x, torch.Tensor):
+        return x if x.dtype is torch.bool else x.bool()
+    return ops.cast(as_tensor(x), "bool")
 
 
 def reshape(x, shape):

@@ -174,6 +174,8 @@ if keras.backend.backend() == "torch":
         # As `SeedGenerator.next`, which makes the tensor (0, 1) of numbers of Python
         one_draw = torch.arange(2, dtype=state.dtype, device=state.device)
         seed.state.assign(state + one_draw)
+        # In a stateless call the next state is another tensor.
+        state = seed.state.value
         _STATES[seed] = weakref.ref(state), state._version, first, draws + 1
         return generator
 

@@ -3,7 +3,7 @@
 import keras
 from keras import ops
 
-from keras_softmoe.ops.kernels import as_tensor
+from keras_softmoe.ops.kernels import as_mask, as_tensor
 from keras_softmoe.ops.numbers import INDEX, least, where
 
 
@@ -83,7 +83,7 @@ def zero_padding(values, valid):
     """
     if valid is None:
         return values
-    return where(as_tensor(valid)[..., None], as_tensor(values), 0.0)
+    return where(as_mask(valid)[..., None], as_tensor(values), 0.0)
 
 
 def with_real_first(scores, valid):

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from keras_softmoe.checks import check_whole_numbers, quote, received
 from keras_softmoe.keras_adapter.layers import Layer, is_in_training_mode
 from keras_softmoe.ops import ChoiceRouting, DenseRouting, SlotRouting, combine
-from keras_softmoe.ops.kernels import as_tensor
+from keras_softmoe.ops.kernels import as_mask, as_tensor
 from keras_softmoe.ops.numbers import positions
 from keras_softmoe.ops.selection import zero_padding
 from keras_softmoe.routers.recording import is_recording, note
@@ -136,8 +136,10 @@ class Router(Layer):
         is_symbolic = isinstance(tokens, keras.KerasTensor)
         if summarize and not is_symbolic:
             # Layers have done so. A NaN in padding would enter all gradients.
-            tokens, valid = as_tensor(tokens), as_tensor(valid)
-            tokens = zero_padding(tokens, valid)
+            tokens = as_tensor(tokens)
+            if valid is not None:
+                valid = as_mask(valid)
+                tokens = zero_padding(tokens, valid)
         decision = super().__call__(tokens, valid=valid, **kwargs)
         if not isinstance(decision, Decision):
             raise ValueError(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import layers, models, ops, routers
+from keras_softmoe.layers.limoe_block import LIMoEBlock
 from tests.support.close import assert_near
 from tests.support.gradients import layer_gradients, outputs
 from tests.support.references import to_numpy
@@ -202,6 +203,49 @@ def test_attention_pooling():
     assert not found[1][~mask].any()
     for path, gradient in expected[2].items():
         assert_near(found[2][path], gradient, rtol=1e-3, atol=1e-3)
+
+
+class JoinedText(LIMoEBlock):
+    """The block of LIMoE with a text alone."""
+
+    def call(self, inputs, mask=None, training=None):
+        masks = None if mask is None else {"text": mask}
+        return super().call({"text": inputs}, masks, training)["text"]
+
+    def build(self, shape):
+        super().build({"text": shape})
+
+    def compute_mask(self, inputs, previous_mask=None):
+        return previous_mask
+
+
+MASKED = {
+    "soft": lambda: layers.SoftMoE(4, mlp_dim=8),
+    "sparse": lambda: layers.MoE(ROUTERS["batch priority"](), 8, group_images=2),
+    "identity": lambda: layers.MoE(ROUTERS["identity"](), 8),
+    "block": lambda: layers.EncoderBlock(1, layers.MLP(8)),
+    "LIMoE": lambda: JoinedText(1, layers.MoE(routers.LIMoERouter(2), 8)),
+    "pooling": lambda: layers.AttentionPooling(num_heads=1, mlp_dim=8),
+}
+
+
+@pytest.mark.parametrize("floatx", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", MASKED)
+def test_masks_of_any_dtype(name, floatx):
+    """Tokenizers give int32. Keras on JAX makes float32 of bools beside bfloat16."""
+    _, long, mask, _ = padded(batch=3)
+    keras.config.set_floatx(floatx)
+    try:
+        layer = MASKED[name]()
+        layer.build(long.shape)
+        masks = [mask, *(mask.astype(dtype) for dtype in ("int32", "float32"))]
+        masks += [keras.ops.convert_to_tensor(m, m.dtype.name) for m in masks]
+        found = [to_numpy(layer(long, mask=m)).astype("float32") for m in masks]
+    finally:
+        keras.config.set_floatx("float32")
+    assert np.isfinite(found[0]).all()
+    for other in found[1:]:
+        np.testing.assert_array_equal(other, found[0])
 
 
 def test_mask_of_an_embedding_arrives():

@@ -199,6 +199,30 @@ def test_losses_are_added_in_training_only(name):
 
 
 @pytest.mark.parametrize("name", [n for n in SPARSE if n != "sparse_transport"])
+def test_stateless_calls_draw_what_their_state_says(name):
+    """The state before a call gives its noise again, also after another call."""
+    tokens = keras.ops.convert_to_tensor(cases.array("normal", (2, 8, WIDTH), 0))
+    router = build(name, 4, WIDTH, noise_std=2.0)
+    seeds = router.non_trainable_variables
+
+    def call(state):
+        with keras.StatelessScope(list(zip(seeds, state, strict=True))) as scope:
+            logits = router(tokens, training=True).summary["selection"]
+        return to_numpy(logits), [scope.get_current_value(v) for v in seeds]
+
+    before = [v.value for v in seeds]
+    first, after = call(before)
+    second, _ = call(after)
+    again, _ = call(before)
+    assert (first != second).any()
+    np.testing.assert_array_equal(again, first)
+    # Calls with a state of their own follow the same numbers.
+    np.testing.assert_array_equal(
+        to_numpy(router(tokens, training=True).summary["selection"]), first
+    )
+
+
+@pytest.mark.parametrize("name", [n for n in SPARSE if n != "sparse_transport"])
 def test_noise(name, set_noise):
     tokens = cases.array("normal", (2, 8, WIDTH), 0)
     noise = cases.array("normal", (2, 8, 4), 7)

@@ -220,7 +220,7 @@ def check_routers(router, blocks):
             )
     if len(routers) != len(blocks):
         raise ValueError(
-            "A list of routers has one for each block with experts. Received: "
+            "Pass one router, or a list with one for each of the blocks. Received: "
             f"{len(routers)} routers for blocks={blocks}."
         )
     return dict(zip(blocks, routers, strict=True))
