@@ -79,8 +79,13 @@ def _setting(name):
 
     def change(router, value):
         attribute = holder(router)
-        changed = dataclasses.replace(getattr(router, attribute), **{name: value})
-        setattr(router, attribute, changed)
+        policy = getattr(router, attribute)
+        if all(name != f.name for f in fields(policy)):
+            raise AttributeError(
+                f"`{name}` of `{type(router).__name__}` is always {read(router)!r}: "
+                f"leave it. Received: {value!r}."
+            )
+        setattr(router, attribute, dataclasses.replace(policy, **{name: value}))
 
     return property(read, change)
 

@@ -390,6 +390,15 @@ def test_bad_arguments_are_named(make, received):
         make()
 
 
+def test_settings_that_a_router_has_not():
+    router = routers.SparseTransportExpertChoiceRouter(4)
+    assert router.noise_std == 0
+    with pytest.raises(AttributeError, match="always 0.0: leave it. Received: 0.5"):
+        router.noise_std = 0.5
+    with pytest.raises(AttributeError, match="has no setting `priority`"):
+        router.priority = "max"
+
+
 def test_normalized_gates_of_a_plan_without_weight():
     """Padding has no weight in a plan, and some choices none in a softmax."""
     router = routers.SinkhornTokenChoiceRouter(
