@@ -12,6 +12,7 @@ reason fails (`conftest.py`). Nothing is skipped for want of a file of this repo
 
 import importlib
 import itertools
+import pathlib
 
 import keras
 import pytest
@@ -40,97 +41,54 @@ REASONS = {
 
 # Files that do not run on every backend, so that the suites are short and take equally
 # long: of what computes without one, and of what is long and made of parts that are
-# tested on all. (`models/test_backends.py` compares presets on all of them.)
-RUNS_ON = {
+# tested on all. (`models/test_backends.py` compares presets on all of them.) Here are,
+# by folder, those that run on PyTorch only.
+_ON_PYTORCH = {
+    # What computes without a backend. `torture`: a hundredth of `make torture`.
+    ".": "benchmarks checks each_file_has_tests files imports keras_adapter language "
+    "package pages security tolerances torture trained walks",
     # Figures and tables of arrays, and sums over decisions: `test_soft.py` sees the
     # decisions of every backend.
-    "analysis/test_blocks.py": ("torch",),
-    "analysis/test_figures.py": ("torch",),
-    "analysis/test_maps.py": ("torch",),
-    "analysis/test_masked_padding.py": ("torch",),
-    "analysis/test_modalities.py": ("torch",),
-    "analysis/test_monitor.py": ("torch",),
-    "analysis/test_panels_*.py": ("torch",),
-    "analysis/test_report*.py": ("torch",),
-    "analysis/test_routing.py": ("torch",),
-    "analysis/test_streaming.py": ("torch",),
-    "catalogue/*": ("torch",),
-    "checkpoints/test_vmoe.py": ("torch",),
+    "analysis": "blocks figures maps masked_padding modalities monitor panels_* "
+    "report* routing streaming",
+    "architecture": "*",
+    "catalogue": "*",
+    "checkpoints": "hostile_checkpoints vit* vmoe",
+    "converters": "dense_model graphs_over_models to_dense upcycle upcycling_starts",
+    "datasets": "*",
+    "distribution": "plan*",
+    "evaluation": "architectures limoe_cost model_cost sweep*",
+    "experiments": "*",
+    "experiments/synthetic": "*",
+    # Decisions against the twins are in `routers/`, on all.
+    "guards": "golden",
+    "layers": "one_graph quick_calls wrappers",
+    # What adaptation does in a layer is tested on all: `layers/test_lora.py`,
+    # `layers/test_quantized_experts.py`. So are both contrastive losses, in
+    # `models/test_two_towers.py`. `timm` and `transformers` are of PyTorch.
+    "models": "accelerators adaptation broken_presets channels_first contrastive "
+    "contrastive_files contrastive_preprocessor conversion data initialization limoe "
+    "pruning torch_files torch_judges torch_modules vmoe_params",
+    "reference": "coverage",
+    "routers": "operators",
+    "sharding": "*",
+    # Adafactor on all in `reference/test_reference_training.py`
+    "training": "adafactor contrastive_recipes finetuning paper_recipes pipeline soups",
+}
+RUNS_ON = {
+    (pathlib.PurePath(folder) / f"test_{name}.py").as_posix(): ("torch",)
+    for folder, names in _ON_PYTORCH.items()
+    for name in names.split()
+} | {
     "checkpoints/test_checkpoint_fuzz.py": ("jax",),
-    "checkpoints/test_hostile_checkpoints.py": ("torch",),
-    "checkpoints/test_remote.py": ("tensorflow",),
     "checkpoints/test_npz.py": ("tensorflow", "torch"),
+    "checkpoints/test_remote.py": ("tensorflow",),
     "checkpoints/test_safetensors.py": ("tensorflow",),
-    "checkpoints/test_vit*.py": ("torch",),
-    # Each use of Keras is tested on all where the library makes it.
-    "test_keras_adapter.py": ("torch",),
-    "sharding/*": ("torch",),
-    "layers/test_one_graph.py": ("torch",),
-    "layers/test_quick_calls.py": ("torch",),
-    "layers/test_wrappers.py": ("torch",),
-    "ops/test_selection.py": ("tensorflow", "torch"),
-    "ops/test_tiles.py": ("jax",),
-    "routers/test_operators.py": ("torch",),
-    # What it does in a layer is tested on all: `layers/test_lora.py`,
-    # `layers/test_quantized_experts.py`.
-    "models/test_adaptation.py": ("torch",),
-    "models/test_channels_first.py": ("torch",),
-    "models/test_contrastive_files.py": ("torch",),
-    "models/test_conversion.py": ("torch",),
-    "models/test_data.py": ("torch",),
-    "models/test_accelerators.py": ("torch",),
-    "models/test_limoe.py": ("torch",),
-    "converters/test_to_dense.py": ("torch",),
-    "converters/test_dense_model.py": ("torch",),
-    "converters/test_graphs_over_models.py": ("torch",),
-    "models/test_initialization.py": ("torch",),
-    "models/test_torch_files.py": ("torch",),
-    "models/test_torch_modules.py": ("torch",),
-    "converters/test_upcycle.py": ("torch",),
-    "models/test_vmoe_params.py": ("torch",),
-    # `timm` and `transformers` are of PyTorch.
-    "models/test_torch_judges.py": ("torch",),
-    "datasets/*": ("torch",),
-    "distribution/test_plan*.py": ("torch",),
     # From Keras 3.16 on: `make nightly`.
     "distribution/test_two_torch_processes.py": ("torch",) * backend_distributes(),
-    "architecture/*": ("torch",),
-    "evaluation/test_model_cost.py": ("torch",),
-    "evaluation/test_architectures.py": ("torch",),
-    "evaluation/test_limoe_cost.py": ("torch",),
-    "evaluation/test_sweep*.py": ("torch",),
-    "experiments/*": ("torch",),
-    # Decisions against the twins are in `routers/`, on all.
-    "guards/test_golden.py": ("torch",),
-    "models/test_broken_presets.py": ("torch",),
-    # Both losses are trained on all: `models/test_two_towers.py`.
-    "models/test_contrastive.py": ("torch",),
-    "models/test_contrastive_preprocessor.py": ("torch",),
-    "models/test_pruning.py": ("torch",),
-    "converters/test_upcycling_starts.py": ("torch",),
-    "reference/test_coverage.py": ("torch",),
+    "ops/test_selection.py": ("tensorflow", "torch"),
+    "ops/test_tiles.py": ("jax",),
     "reference/test_reference_transport.py": ("tensorflow", "torch"),
-    "test_benchmarks.py": ("torch",),
-    "test_checks.py": ("torch",),
-    "test_each_file_has_tests.py": ("torch",),
-    "test_files.py": ("torch",),
-    "test_imports.py": ("torch",),
-    "test_language.py": ("torch",),
-    "test_package.py": ("torch",),
-    "test_pages.py": ("torch",),
-    "test_security.py": ("torch",),
-    "test_tolerances.py": ("torch",),
-    "test_walks.py": ("torch",),
-    "test_trained.py": ("torch",),
-    # A hundredth of what `make torture` does on each backend.
-    "test_torture.py": ("torch",),
-    # On all in `reference/test_reference_training.py`
-    "training/test_adafactor.py": ("torch",),
-    "training/test_contrastive_recipes.py": ("torch",),
-    "training/test_finetuning.py": ("torch",),
-    "training/test_pipeline.py": ("torch",),
-    "training/test_paper_recipes.py": ("torch",),
-    "training/test_soups.py": ("torch",),
 }
 
 
@@ -370,16 +328,9 @@ LONG = {
     ),
     "layers/test_one_graph.py": _cases(
         "test_one_graph_in_training",
-        *(
-            "dropless",
-            "token choice",
-            "bias",
-            "race",
-            "expert choice",
-            "sinkhorn token choice",
-        ),
-        *("identity", "sinkhorn expert choice", "sparse transport", "soft"),
-        "soft with noise",
+        *("dropless", "token choice", "bias", "race", "expert choice", "identity"),
+        *("sinkhorn token choice", "sinkhorn expert choice", "sparse transport"),
+        *("soft", "soft with noise"),
     ),
     "converters/test_add_experts.py": (
         *_cases("test_family", *_OTHER_FAMILIES, "DINOv2", "Swin", "BERT"),
@@ -440,13 +391,10 @@ LONG = {
     ),
     "evaluation/test_model_cost.py": ("test_largest_preset_is_not_built",),
     "evaluation/test_sweeps.py": ("test_random_routers[layers1]",),
-    "examples/test_docstrings.py": (
-        *_cases(
-            "test_examples_run",
-            *("analysis.BlockStatistics", "analysis.RoutingMonitor"),
-            *("evaluation.Sweep", "evaluation.routing_sweep"),
-            "exporting.export_model",
-        ),
+    "examples/test_docstrings.py": _cases(
+        "test_examples_run",
+        *("analysis.BlockStatistics", "analysis.RoutingMonitor", "evaluation.Sweep"),
+        *("evaluation.routing_sweep", "exporting.export_model"),
     ),
     "examples/test_pages.py": _cases(
         "test_page_runs",
@@ -454,10 +402,7 @@ LONG = {
         "docs/start.md",
     ),
     "experiments/test_glyphs.py": ("*",),
-    "experiments/test_letters.py": (
-        "test_program",
-        "test_results",
-    ),
+    "experiments/test_letters.py": ("test_program", "test_results"),
     "experiments/test_runs.py": ("test_an_interrupted_run_ends_with_the_same_results",),
     "experiments/test_presets.py": ("test_a_glyph_preset_is_trained",),
     "exporting/test_export.py": (
@@ -513,9 +458,7 @@ LONG = {
     "training/test_finetuning.py": ("test_between_two_trainings",),
     "training/test_paper_recipes.py": _cases(
         "test_recipe",
-        "imagenet_from_scratch",
-        "soft_moe_pretraining",
-        "vmoe_15b_pretraining",
+        *("imagenet_from_scratch", "soft_moe_pretraining", "vmoe_15b_pretraining"),
         "vtab",
     ),
 }

@@ -9,6 +9,7 @@ import pytest
 from benchmarks.torture.arguments import BACKBONE, BACKBONES, NO_SIZES, TEXT, targets
 from keras_softmoe import architecture, checks, evaluation, layers, models, ops, routers
 from tests.support import tiny, tiny_limoe
+from tests.support.layer_checks import from_preset
 
 
 def assert_refused(make, name, value, error=ValueError):
@@ -191,8 +192,7 @@ def test_a_model_of_numpy_sizes_is_saved(tmp_path):
     model = models.ViTMoEBackbone(**sizes, moe_layers=np.array([1]), router=SOFT)
     classifier = models.ViTMoEImageClassifier(model, np.int64(3))
     assert classifier.predict(tiny.images(1), verbose=0).shape == (1, 3)
-    model.save_to_preset(str(tmp_path / "preset"))
-    revived = models.ViTMoEBackbone.from_preset(str(tmp_path / "preset"))
+    revived = from_preset(model, tmp_path)
     x = tiny.images(1)
     np.testing.assert_array_equal(
         revived.predict(x, verbose=0)["pooled_output"],

@@ -28,6 +28,11 @@ def replaced_preset(directory, **settings):
     return atomic_directory(directory, MARKS, **settings)
 
 
+def write_config(directory, content):
+    with atomic_directory(directory, MARKS) as aside:
+        (aside / "config.json").write_text(content)
+
+
 def texts(directory):
     return {
         path.relative_to(directory).as_posix(): path.read_text()
@@ -169,8 +174,7 @@ def test_a_process_that_is_killed(where, is_read, tmp_path):
         content = "first" if where == "write" else "second"
         found = read_whole(target, lambda: texts(target))
         assert found == {**dict.fromkeys(names, content), "other.json": "first"}
-    with atomic_directory(target, MARKS) as aside:
-        (aside / "config.json").write_text("third")
+    write_config(target, "third")
     assert texts(target)["config.json"] == "third"
     assert sorted(os.listdir(target)) == [*names, "other.json"]
     assert os.listdir(tmp_path) == ["preset"]
@@ -178,8 +182,7 @@ def test_a_process_that_is_killed(where, is_read, tmp_path):
 
 def test_a_killed_process_is_completed_by_readers(tmp_path):
     target = tmp_path / "preset"
-    with atomic_directory(target, MARKS) as aside:
-        (aside / "config.json").write_text("first")
+    write_config(target, "first")
     killed(target, "replace")
     names = ("assets.json", "config.json")
     assert read_whole(target, lambda: texts(target)) == dict.fromkeys(names, "second")
@@ -304,8 +307,7 @@ def test_devices_stay():
 def test_files_of_another_directory_stay(tmp_path):
     """New ones go beside them; one of the same name is refused, nothing is changed."""
     (tmp_path / "README.md").write_text("mine")
-    with atomic_directory(tmp_path, MARKS) as aside:
-        (aside / "config.json").write_text("first")
+    write_config(tmp_path, "first")
     assert texts(tmp_path) == {"README.md": "mine", "config.json": "first"}
     (tmp_path / "config.json").unlink()
     with pytest.raises(WriteError, match="'README.md' in it is another file"):
@@ -411,8 +413,7 @@ def test_files_behind_links_are_written(tmp_path):
     target.mkdir()
     (tmp_path / "large.json").write_text("old")
     (target / "config.json").symlink_to(tmp_path / "large.json")
-    with atomic_directory(target, MARKS) as aside:
-        (aside / "config.json").write_text("new")
+    write_config(target, "new")
     assert (target / "config.json").is_symlink()
     assert (tmp_path / "large.json").read_text() == "new"
 
@@ -452,8 +453,7 @@ def test_mount_points(tmp_path):
         pytest.skip(REASONS["mount"])
     try:
         for content in ("first", "second"):
-            with atomic_directory(target, MARKS) as aside:
-                (aside / "config.json").write_text(content)
+            write_config(target, content)
             with atomic_file(target / "file") as aside:
                 aside.write_text(content)
             assert texts(target) == {"config.json": content, "file": content}

@@ -149,9 +149,7 @@ class BlockReducer:
             choices = getattr(router, "num_selected_experts", 1)
             wanted = np.argsort(-selection, axis=-1, kind="stable")[..., :choices]
             wanted = wanted[valid].ravel()
-            demand = np.bincount(wanted, minlength=selection.shape[-1]).astype(
-                "float64"
-            )
+            demand = 1.0 * np.bincount(wanted, minlength=selection.shape[-1])
         values = len(valid), valid.sum(), load, dropped.sum(), demand
         sums = self._loads.get(name, (0, 0, 0, 0, 0))
         self._loads[name] = [x + y for x, y in zip(sums, values, strict=True)]

@@ -280,8 +280,7 @@ class ExampleReducer:
         return {block: self._examples(block) for block in self._routed}
 
     def _examples(self, block):
-        routed = self._routed[block]
-        found = dict.fromkeys(ExpertExamples._fields[1:])
+        routed, found = self._routed[block], dict.fromkeys(ExpertExamples._fields[1:])
         if "image" in routed:
             best = self._patches[block]
             found["patches"] = [x.images for x in best]

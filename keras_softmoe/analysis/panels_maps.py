@@ -214,15 +214,10 @@ def pair(maps, index=0):
 def _chosen_slots(dispatch, slots):
     """Return a list of `(expert, slot)`, checked."""
     num_experts, slots_per_expert = dispatch.shape[-2:]
-    chosen = slots
-    if isinstance(slots, int):
-        chosen = _most_different_slots(dispatch, slots)
-    chosen = [(expert, slot) for expert, slot in chosen]
-    inside = (
-        e in range(num_experts) and c in range(slots_per_expert) for e, c in chosen
-    )
-    inside = all(inside)
-    if not chosen or not inside:
+    is_count = isinstance(slots, int)
+    chosen = _most_different_slots(dispatch, slots) if is_count else list(slots)
+    known = list(np.ndindex(num_experts, slots_per_expert))
+    if not chosen or any(tuple(pair) not in known for pair in chosen):
         raise ValueError(
             "`slots` must be a positive number of slots, or pairs (expert, slot) out "
             f"of {num_experts} experts with {slots_per_expert} slots each. "

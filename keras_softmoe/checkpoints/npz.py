@@ -67,7 +67,7 @@ def read_vit_checkpoint(path):
     where = f"'{path}'"
     arrays = translation.translate(_unstacked(arrays, where), _RULES, where)
     if translation.POSITIONS in arrays:
-        if "Encoder/posembed_input/pos_embedding" in arrays:
+        if translation.OUR_POSITIONS in arrays:
             raise CheckpointError(f"{where} holds positions in two places.")
         if len(shape := arrays[translation.POSITIONS].shape) != 3 or shape[0] != 1:
             raise CheckpointError(f"{where} has positions of the shape {shape}.")

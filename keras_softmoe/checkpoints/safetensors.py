@@ -140,6 +140,19 @@ def _fused(theirs, ours, *parts, joint="."):
 
 
 _QKV = ("query", "key", "value")
+
+
+def _apart(theirs):
+    """Return rules for three layers, by `{0}` their name and `{1}` its first letter."""
+    return tuple(
+        rule
+        for name in _QKV
+        for rule in _to_heads(
+            theirs.format(name, name[0]), _OURS + f"SelfAttention/{name}"
+        )
+    )
+
+
 _TIMM_BLOCK = r"blocks\.(\d+)\."
 _TIMM = (
     *_convolution(r"patch_embed\.proj", "embedding"),
@@ -181,14 +194,7 @@ _HF = (
     *_convolution(_HF_EMBEDDINGS + r"patch_embeddings\.projection", "embedding"),
     *_norm(_HF_BLOCK + r"(?:layernorm_before|norm1)", _OURS + "LayerNorm_0"),
     *_norm(_HF_BLOCK + r"(?:layernorm_after|norm2)", _OURS + "LayerNorm_1"),
-    *(
-        rule
-        for name in _QKV
-        for rule in _to_heads(
-            _HF_BLOCK + rf"attention\.(?:attention\.{name}|{name[0]}_proj)",
-            _OURS + f"SelfAttention/{name}",
-        )
-    ),
+    *_apart(_HF_BLOCK + r"attention\.(?:attention\.{0}|{1}_proj)"),
     *_from_heads(
         _HF_BLOCK + r"attention\.(?:output\.dense|o_proj)", _OURS + "SelfAttention/out"
     ),
@@ -202,22 +208,15 @@ _HF = (
     *_dense("classifier", "head"),
 )
 
-_SIGLIP_BLOCK = r"(?:vision_model\.)?encoder\.layers\.(\d+)\."
 _SIGLIP_REST = r"(?:vision_model\.)?"
+_SIGLIP_BLOCK = _SIGLIP_REST + r"encoder\.layers\.(\d+)\."
 _SIGLIP = (
     (r"text_model\..*|logit_(scale|bias)|.*position_ids", None, same),
     *_convolution(_SIGLIP_REST + r"embeddings\.patch_embedding", "embedding"),
     (_SIGLIP_REST + r"embeddings\.position_embedding\.weight", POSITIONS, token),
     *_norm(_SIGLIP_BLOCK + "layer_norm1", _OURS + "LayerNorm_0"),
     *_norm(_SIGLIP_BLOCK + "layer_norm2", _OURS + "LayerNorm_1"),
-    *(
-        rule
-        for name in _QKV
-        for rule in _to_heads(
-            _SIGLIP_BLOCK + rf"self_attn\.{name[0]}_proj",
-            _OURS + f"SelfAttention/{name}",
-        )
-    ),
+    *_apart(_SIGLIP_BLOCK + r"self_attn\.{1}_proj"),
     *_from_heads(_SIGLIP_BLOCK + r"self_attn\.out_proj", _OURS + "SelfAttention/out"),
     *_dense(_SIGLIP_BLOCK + r"mlp\.fc1", _OURS + "Mlp/Dense_0"),
     *_dense(_SIGLIP_BLOCK + r"mlp\.fc2", _OURS + "Mlp/Dense_1"),
@@ -298,9 +297,7 @@ def read_torch_names(
             arrays[n] = LazyArray(checkpoint.shapes[n], checkpoint.dtypes[n], read)
     arrays = translate(arrays, rules, f"'{path}'", num_heads)
     settings = _settings(rules, arrays, about, path)
-    num_patches = None
-    if image_shape is not None:
-        num_patches = count_patches(image_shape, patch_size)
+    num_patches = image_shape and count_patches(image_shape, patch_size)
     of_classes = sum(name in arrays for name in (CLASS_TOKEN, DISTILLATION_TOKEN))
     covered = (of_classes,)
     if rules is _TIMM:

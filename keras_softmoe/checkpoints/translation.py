@@ -18,7 +18,7 @@ from keras_softmoe.checkpoints.checkpoint import CheckpointError, LazyArray
 CLASS_TOKEN, REGISTERS = "cls", "registers"
 # These two are not in the result of `place_tokens`.
 DISTILLATION_TOKEN, POSITIONS = "distillation_token", "positions"
-_OUR_POSITIONS = "Encoder/posembed_input/pos_embedding"
+OUR_POSITIONS = "Encoder/posembed_input/pos_embedding"
 
 # Unsupported features of models, by words in names of parameters
 _FOREIGN = (
@@ -42,10 +42,7 @@ _FOREIGN = (
         r".*fc_norm\..*",
         "they normalize after the pooling, where our models do before it",
     ),
-    (
-        r".*\b[qk]_norm\..*",
-        "their normalization of queries and keys has an offset",
-    ),
+    (r".*\b[qk]_norm\..*", "their normalization of queries and keys has an offset"),
     (
         r"(.*patch_embed\.backbone\..*|conv_root/.*|gn_root/.*|block[0-9]+/unit.*)",
         "they are hybrids that begin with convolutions",
@@ -129,14 +126,10 @@ def vector(array, num_heads=None):
 
 def token(array, num_heads=None):
     """Reshape tokens to `(1, S, D)`."""
-    if len(array.shape) == 1:
-        return {"": reshaped(array, (1, 1, *array.shape))}
-    if len(array.shape) == 2:
-        return {"": reshaped(array, (1, *array.shape))}
-    first, _, _ = array.shape
+    first, _, _ = shape = (1,) * (3 - len(array.shape)) + array.shape
     if first != 1:
         raise ValueError("tokens of one image")
-    return {"": array}
+    return {"": reshaped(array, shape)}
 
 
 def matrix(array, num_heads=None):
@@ -184,8 +177,9 @@ def fused(*parts):
         found = {}
         for index, part in enumerate(parts):
             own = slice(index * rows, (index + 1) * rows)
-            found[part] = changed(array, shape, lambda x, own=own: x[own])
-        return {part: layout(x, num_heads)[""] for part, x in found.items()}
+            own = changed(array, shape, lambda x, own=own: x[own])
+            found[part] = layout(own, num_heads)[""]
+        return found
 
     return cut
 
@@ -224,7 +218,7 @@ def place_tokens(arrays, covered, num_patches=None):
             return np.concatenate(parts, axis=1)
 
         shape = (1, patches + has_class_token, width)
-        arrays[_OUR_POSITIONS] = LazyArray(shape, positions.dtype, place)
+        arrays[OUR_POSITIONS] = LazyArray(shape, positions.dtype, place)
     if extra:
 
         def join():

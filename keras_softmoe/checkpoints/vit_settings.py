@@ -5,10 +5,9 @@ import re
 from typing import NamedTuple
 
 from keras_softmoe.checkpoints.checkpoint import CheckpointError
-from keras_softmoe.checkpoints.translation import count_patches
+from keras_softmoe.checkpoints.translation import OUR_POSITIONS, count_patches
 
 _BLOCK = r"Encoder/encoderblock_(\d+)/"
-_POSITIONS = "Encoder/posembed_input/pos_embedding"
 
 # If the format does not have the initial value
 _LAYER_SCALE = 1e-5
@@ -90,10 +89,10 @@ def fits_positions(shapes, image_shape) -> bool:
 
 def _count_positions(shapes):
     """Return the number of patches with learned positions, or `None`."""
-    if _POSITIONS not in shapes:
+    if OUR_POSITIONS not in shapes:
         return None
     hidden_dim = _shape(shapes, "embedding/kernel", 4)[-1]
-    _, positions, _ = _shape(shapes, _POSITIONS, (1, None, hidden_dim))
+    _, positions, _ = _shape(shapes, OUR_POSITIONS, (1, None, hidden_dim))
     return positions - ("cls" in shapes)
 
 

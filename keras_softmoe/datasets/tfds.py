@@ -82,8 +82,16 @@ def from_tfds(
     if download:
         builder.download_and_prepare()
     parts = [split] if isinstance(split, str) else list(split)
-    for part in parts:
-        _check_split(name, part, builder.info.splits)
+    # A data set that is not prepared has no splits; TFDS then raises an error.
+    splits = builder.info.splits
+    for part in parts if splits else ():
+        try:
+            splits[part]
+        except (KeyError, ValueError) as error:
+            raise ValueError(
+                f"`split` must name parts of the data set {name!r}: {sorted(splits)}, "
+                f"or slices of them. Received: split={part!r}."
+            ) from error
 
     style = {"crop_to_aspect_ratio": crop_to_aspect_ratio, "antialias": True}
     style |= {"data_format": "channels_last", "dtype": "float32"}
@@ -108,16 +116,3 @@ def from_tfds(
 
     datasets = [load(part) for part in parts]
     return datasets[0] if isinstance(split, str) else datasets
-
-
-def _check_split(name, part, splits):
-    # A data set that is not prepared has no splits; TFDS then raises an error.
-    if not splits:
-        return
-    try:
-        splits[part]
-    except (KeyError, ValueError) as error:
-        raise ValueError(
-            f"`split` must name parts of the data set {name!r}: {sorted(splits)}, or "
-            f"slices of them. Received: split={part!r}."
-        ) from error

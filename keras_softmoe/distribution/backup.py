@@ -206,7 +206,18 @@ class Backup(keras.callbacks.Callback):
 
         def save(path):
             with h5py.File(path, "w") as file:
-                _write(file, (epoch, batches), model, generators)
+                file.attrs["done"] = epoch, batches
+                file.attrs["optimizer"] = _optimizer_name(model.optimizer)
+                for when, states in zip(("epoch", "now"), generators, strict=True):
+                    for name, state in states.items():
+                        file[f"generators/{when}/{name}"] = state
+                for kind, variables in _variables_of(model).items():
+                    group = file.create_group(kind)
+                    for index, variable in enumerate(variables):
+                        group[str(index)] = keras.ops.convert_to_numpy(variable)
+                        dtype = keras.backend.standardize_dtype(variable.dtype)
+                        about = {"path": variable.path, "trainable": variable.trainable}
+                        group[str(index)].attrs.update({"dtype": dtype, **about})
 
         room = sharded.room_for(sum(_variables_of(model).values(), start=[]))
         sharded.save_in_one_process(save, lambda: atomic_file(self.path, room))
@@ -326,23 +337,6 @@ def _shape_and_dtype(variable):
     is_dataset = isinstance(variable, h5py.Dataset)
     dtype = variable.attrs["dtype"] if is_dataset else variable.dtype
     return tuple(variable.shape), keras.backend.standardize_dtype(dtype)
-
-
-def _write(file, done, model, generators):
-    """Write the content of `BackupFile` to an `h5py.File`."""
-    file.attrs["done"] = done
-    for when, states in zip(("epoch", "now"), generators, strict=True):
-        for name, state in states.items():
-            file[f"generators/{when}/{name}"] = state
-    file.attrs["optimizer"] = _optimizer_name(model.optimizer)
-    for kind, variables in _variables_of(model).items():
-        file.create_group(kind)
-        for index, variable in enumerate(variables):
-            dataset = f"{kind}/{index}"
-            file[dataset] = keras.ops.convert_to_numpy(variable)
-            dtype = keras.backend.standardize_dtype(variable.dtype)
-            about = {"path": variable.path, "trainable": variable.trainable}
-            file[dataset].attrs.update({"dtype": dtype, **about})
 
 
 def _read(dataset):

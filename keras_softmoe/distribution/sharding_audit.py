@@ -1,10 +1,12 @@
 """Audit of the sharding of a model's variables."""
 
+import math
 from typing import NamedTuple
 
 import keras
 import numpy as np
 
+from keras_softmoe.architecture.counting import itemsize
 from keras_softmoe.checks import received, table
 from keras_softmoe.distribution import layouts
 from keras_softmoe.distribution.layouts import PlacementError
@@ -34,12 +36,12 @@ class Placed(NamedTuple):
     @property
     def bytes_per_device(self):
         """Int, bytes on one device."""
-        return _num_bytes(self.shard_shape, self.dtype)
+        return math.prod(self.shard_shape) * itemsize(self.dtype)
 
     @property
     def total_bytes(self):
         """Int, bytes of one copy."""
-        return _num_bytes(self.shape, self.dtype)
+        return math.prod(self.shape) * itemsize(self.dtype)
 
 
 class Audit(NamedTuple):
@@ -288,8 +290,3 @@ def _shard_shape(variable, layout):
     if hasattr(value, "to_local"):
         return tuple(value.to_local().shape)
     return shape
-
-
-def _num_bytes(shape, dtype):
-    item_size = np.dtype(dtype).itemsize if dtype != "bfloat16" else 2
-    return int(np.prod(shape, dtype=np.int64)) * item_size

@@ -256,22 +256,17 @@ def zero_shot(
             )
         labels = labels.astype("int64")
     classes = named.class_embeddings(model.encode_text, names, templates)
+    classes = check_embeddings("class_embeddings", classes)
     embeddings = model.encode_image(images, batch_size=batch_size, verbose=verbose)
-    return _classify(embeddings, classes, labels, named.unit)
-
-
-def _classify(image_embeddings, class_embeddings, labels, unit):
-    """Return the `ZeroShot` of embeddings; `unit` scales rows to length 1."""
-    images = check_embeddings("image_embeddings", image_embeddings)
-    classes = check_embeddings("class_embeddings", class_embeddings)
-    if images.shape[1] != classes.shape[1]:
+    embeddings = check_embeddings("image_embeddings", embeddings)
+    if embeddings.shape[1] != classes.shape[1]:
         raise ValueError(
             "Embeddings of images and classes must have the same width. Received: "
-            f"image_embeddings with shape={images.shape}, class_embeddings with "
+            f"image_embeddings with shape={embeddings.shape}, class_embeddings with "
             f"shape={classes.shape}."
         )
     num_classes = len(classes)
-    scores = (unit(images) @ unit(classes).T).astype("float32")
+    scores = (named.unit(embeddings) @ named.unit(classes).T).astype("float32")
     predictions = scores.argmax(axis=1)
     if labels is None:
         return ZeroShot(predictions, scores)

@@ -142,8 +142,7 @@ def few_shot_probe(
     model, preprocessor = _model_and_preprocessor(backbone, preprocessor)
     x_train, y_train = _check_split("train", train, images=model is not None)
     x_test, y_test = _check_split("test", test, images=model is not None)
-    num_classes = _check_classes(y_train, y_test)
-    _check_enough(y_train, max(shots), spare=int(l2 == "train"))
+    num_classes = _check_classes(y_train, y_test, max(shots), spare=l2 == "train")
     if x_train.shape[1:] != x_test.shape[1:]:
         raise ValueError(
             "The arrays of `train` and `test` must agree in every axis but the first. "
@@ -282,9 +281,9 @@ def _check_split(name, split, images):
     return x, y.astype("int64")
 
 
-def _check_classes(y_train, y_test):
-    """Return the number of classes."""
-    classes = np.unique(y_train)
+def _check_classes(y_train, y_test, shots, spare):
+    """Return the number of classes; raise if one has under `shots + spare` images."""
+    classes, counts = np.unique(y_train, return_counts=True)
     if len(classes) < 2 or classes[0] != 0 or classes[-1] != len(classes) - 1:
         raise ValueError(
             "The labels of `train` must be 0..num_classes-1, with at least two classes "
@@ -298,12 +297,6 @@ def _check_classes(y_train, y_test):
             f"The labels of `test` must be among those of `train`, 0..{classes[-1]}. "
             f"Received: test labels {unknown[:5].tolist()}, which `train` lacks."
         )
-    return len(classes)
-
-
-def _check_enough(labels, shots, spare):
-    """Raise if a class has fewer than `shots + spare` images."""
-    counts = np.bincount(labels)
     if counts.min() < shots + spare:
         rarest = counts.argmin()
         extra = " and one more to choose the penalty on, or a fixed `l2`"
@@ -312,6 +305,7 @@ def _check_enough(labels, shots, spare):
             f"{extra if spare else ''}. Received: class {rarest} with {counts[rarest]} "
             "image(s)."
         )
+    return len(classes)
 
 
 def _check_shape(expected, batch):

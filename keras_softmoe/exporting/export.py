@@ -169,28 +169,22 @@ def _check(model, filepath, format):
             f"{' and '.join(sorted(modes))}. Export the model before it is quantized, "
             f"or choose {' or '.join(possible)}. {received(format=format)}"
         )
-    for router in layers:
-        if isinstance(router, Router):
-            _check_router(router)
-
-
-def _check_router(router):
-    """Raise if a router is random, or has no fixed number of slots."""
-    random_logits = getattr(router, "random_logits", False)
-    priority = getattr(router, "priority", None)
-    if random_logits or priority == "random":
-        raise ValueError(
-            "Random routing cannot be exported: an exported model must be "
-            f"deterministic. Received: {router.path} with {random_logits=}, "
-            f"{priority=}. Call `set_routing(random_logits=False, priority='max')`."
-        )
-    if router.num_rows(1) is not None:
-        factor = router.num_experts / router.choices_per_token
-        raise ValueError(
-            "An exported model must have a fixed number of slots. Received: "
-            f"{router.path} with capacity_factor=None. Set one that drops nothing "
-            f"either: `set_routing(capacity_factor={factor:g})`."
-        )
+    for router in (layer for layer in layers if isinstance(layer, Router)):
+        random_logits = getattr(router, "random_logits", False)
+        priority = getattr(router, "priority", None)
+        if random_logits or priority == "random":
+            raise ValueError(
+                "Random routing cannot be exported: an exported model must be "
+                f"deterministic. Received: {router.path} with {random_logits=}, "
+                f"{priority=}. Call `set_routing(random_logits=False, priority='max')`."
+            )
+        if router.num_rows(1) is not None:
+            factor = router.num_experts / router.choices_per_token
+            raise ValueError(
+                "An exported model must have a fixed number of slots. Received: "
+                f"{router.path} with capacity_factor=None. Set one that drops nothing "
+                f"either: `set_routing(capacity_factor={factor:g})`."
+            )
 
 
 def _signature(model, input_signature):

@@ -85,7 +85,7 @@ def token_choice(
     scores, valid = as_tensor(scores), as_tensor(valid)
     check_num_selected_experts(num_selected_experts, scores.shape[-1])
     if isinstance(priority, str):
-        check_priority(priority)
+        check_choice("priority", priority, PRIORITIES)
     check_keep_fraction(keep_fraction)
     _check_capacity(capacity)
     # Not every backend can sort NaN.
@@ -276,11 +276,6 @@ def check_num_selected_experts(num_selected_experts, num_experts):
             f"`num_selected_experts` must be between 1 and {num_experts}, the number "
             f"of experts. Received: num_selected_experts={num_selected_experts}."
         )
-
-
-def check_priority(priority):
-    """Raise unless `priority` is one of `PRIORITIES`."""
-    check_choice("priority", priority, PRIORITIES)
 
 
 def _check_capacity(capacity):

@@ -264,9 +264,8 @@ def _in_pieces(rows, weights, count, stages):
         return _chain(stages, xs[0], weights), []
 
     one = rows[None, :1], jax.tree.map(lambda weight: weight[:1], weights)
-    widths = [
-        x.shape[-1] for x in jax.eval_shape(functools.partial(_chain, stages), *one)
-    ]
+    found = jax.eval_shape(functools.partial(_chain, stages), *one)
+    widths = [x.shape[-1] for x in found]
 
     @jax.custom_vjp
     def compute(rows, weights, count):
@@ -367,12 +366,11 @@ def _for_all_experts(fn, xs, weights, count, sizes, widths, of_weights=False):
         for number in range(len(first)):
             is_own = (jnp.arange(largest) < left[number])[:, None]
             for place, new in enumerate(found):
-                kept = lax.dynamic_slice_in_dim(results[place], first[number], largest)
+                start = first[number]
+                kept = lax.dynamic_slice_in_dim(results[place], start, largest)
+                kept = jnp.where(is_own, new[number], kept)
                 results[place] = lax.dynamic_update_slice_in_dim(
-                    results[place],
-                    jnp.where(is_own, new[number], kept),
-                    first[number],
-                    0,
+                    results[place], kept, start, 0
                 )
         return results
 
@@ -382,9 +380,8 @@ def _for_all_experts(fn, xs, weights, count, sizes, widths, of_weights=False):
         # Neighbours in the order of counts waste fewest rows in a common size.
         experts = [order[turn * together + number] for number in range(together)]
         first, left = own(starts, experts), own(count, experts)
-        index = jnp.minimum(
-            jnp.searchsorted(jnp.array(sizes), left.max()), len(sizes) - 1
-        )
+        index = jnp.searchsorted(jnp.array(sizes), left.max())
+        index = jnp.minimum(index, len(sizes) - 1)
         branches = [functools.partial(piece, size) for size in sizes]
         some = jax.tree.map(lambda weight: own(weight, experts), weights)
         found, new = lax.switch(index, branches, first, left, some)
@@ -467,8 +464,4 @@ def _in_tiles(rows, weights, count, stages):
     return results.reshape(num_tiles * size, -1)[place]
 
 
-_GROUPED_AFFINE = {
-    "torch": _on_torch,
-    "tensorflow": _on_tensorflow,
-    "jax": _on_jax,
-}
+_GROUPED_AFFINE = {"torch": _on_torch, "tensorflow": _on_tensorflow, "jax": _on_jax}

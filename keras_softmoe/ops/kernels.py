@@ -79,8 +79,9 @@ def affine(x, kernel, bias, sharded=False):
             return torch.baddbmm(bias, x, kernel)
         return functional.linear(x, kernel.T, bias)
     if stacked:
-        on_processor = is_jax_on("cpu") and not sharded
-        if on_processor and _are_few(x.shape[1]):
+        # The number of rows is unknown in an exported model.
+        are_few = isinstance(x.shape[1], int) and x.shape[1] < _FEW_ROWS
+        if are_few and is_jax_on("cpu") and not sharded:
             return _product_of_few_rows(x, kernel) + bias
         return ops.matmul(x, kernel) + bias
     rows = ops.matmul(reshape(x, (-1, x.shape[-1])), kernel) + bias
@@ -238,11 +239,6 @@ def repeat(step, count, state):
     )[1]
 
 
-def _are_few(rows):
-    """Return whether rows are few: `False` if unknown, as in an exported model."""
-    return isinstance(rows, int) and rows < _FEW_ROWS
-
-
 def is_jax_on(*platforms):
     """Return whether the backend is JAX on one of these platforms, such as `"cpu"`."""
     if keras.backend.backend() != "jax":
@@ -284,9 +280,8 @@ def chunked_map(fn, operands, sharded=False):
     if keras.backend.backend() == "torch":
         # Gradients of chunks would have to be concatenated, which costs more.
         all_at_once = torch.is_grad_enabled() or operands[0].device.type != "cpu"
-        if all_at_once or not many_rows:
-            return fn(*operands)
-        if count * rows * width * operands[0].element_size() < _LARGE:
+        element = operands[0].element_size()
+        if all_at_once or not many_rows or count * rows * width * element < _LARGE:
             return fn(*operands)
         chunks = zip(*(x.split(size) for x in operands), strict=True)
         return torch.cat([fn(*chunk) for chunk in chunks])

@@ -181,7 +181,11 @@ def dispatch(tokens: Tensor, routing: Routing, sharded: bool = False) -> Tensor:
     """
     tokens = as_tensor(tokens)
     if isinstance(routing, ChoiceRouting):
-        return _take_rows(tokens, routing)
+        # A choice counts if its token does. Padding may hold NaN.
+        tokens = where(routing.kept[..., :1], tokens, 0.0)
+        rows = reshape(tokens, (-1, tokens.shape[-1]))
+        num_choices = routing.expert.shape[-1]
+        return _reorder(rows, routing.order, routing.row, num_choices)
     if isinstance(routing, DenseRouting):
         _, num_tokens, num_experts, capacity = routing.dispatch.shape
         # (G, S, E * C)
@@ -190,10 +194,15 @@ def dispatch(tokens: Tensor, routing: Routing, sharded: bool = False) -> Tensor:
         # (G, E * C, D). Not `einsum`, whose gradient on TensorFlow copies operands.
         slots = matmul(ops.transpose(weights, (0, 2, 1)), tokens)
         return reshape(slots, (-1, num_experts, capacity, tokens.shape[-1]))
-    if sharded:
-        slots = _take_in_groups(tokens, routing.token)
-        return slots * ops.expand_dims(ops.cast(routing.filled, slots.dtype), -1)
     _, num_experts, capacity = routing.token.shape
+    if sharded:
+        index = reshape(routing.token, (-1, num_experts * capacity, 1))
+        slots = ops.take_along_axis(tokens, index, axis=1)
+        slots = reshape(slots, (-1, num_experts, capacity, tokens.shape[-1]))
+        return slots * ops.expand_dims(ops.cast(routing.filled, slots.dtype), -1)
+    # It is fastest to take (and in `combine` to add) rows of one matrix of all groups,
+    # in the order in which experts multiply them: experts first. But with sharded
+    # groups, the compiler would copy all rows to every device.
     rows = reshape(tokens, (-1, tokens.shape[-1]))
     slots = take_rows(rows, _row_of_slot(routing, tokens.shape[1]))
     # (E, G, C, D). JAX loses this shape if there are no rows.
@@ -230,17 +239,25 @@ def combine(
     """
     outputs = as_tensor(outputs)
     if isinstance(routing, ChoiceRouting):
-        return _add_rows_of_choices(outputs, routing, num_tokens)
+        num_choices = routing.expert.shape[-1]
+        rows = _reorder(outputs, routing.row, routing.order)
+        rows = reshape(rows, (-1, num_tokens, num_choices, rows.shape[-1]))
+        return ops.sum(rows * ops.cast(routing.gate, rows.dtype)[..., None], axis=2)
     _, num_experts, capacity, width = outputs.shape
+    slots = num_experts * capacity
     if isinstance(routing, DenseRouting):
         weights = ops.cast(routing.combine, outputs.dtype)
-        weights = reshape(weights, (-1, num_tokens, num_experts * capacity))
-        outputs = reshape(outputs, (-1, num_experts * capacity, width))
-        return matmul(weights, outputs)
+        weights = reshape(weights, (-1, num_tokens, slots))
+        return matmul(weights, reshape(outputs, (-1, slots, width)))
     gate = ops.cast(routing.gate, outputs.dtype)
     if sharded:
-        outputs = outputs * ops.expand_dims(gate, -1)
-        return _add_in_groups(outputs, routing.token, num_tokens)
+
+        def add(group):
+            return ops.segment_sum(*group, num_segments=num_tokens)
+
+        outputs = reshape(outputs * ops.expand_dims(gate, -1), (-1, slots, width))
+        token = reshape(routing.token, (-1, slots))
+        return on_own_groups(lambda *x: ops.vectorized_map(add, x), outputs, token)
     num_groups = ops.shape(outputs)[0]
     # (E, G, C, D)
     outputs = _experts_first(outputs * gate[..., None])
@@ -250,32 +267,6 @@ def combine(
         num_groups * num_tokens,
     )
     return reshape(rows, (-1, num_tokens, width))
-
-
-# It is fastest to take and add rows of one matrix of all groups, in the order in which
-# experts multiply them: experts first. But with sharded groups, the compiler would copy
-# all rows to every device, so each group is indexed separately.
-
-
-def _take_in_groups(tokens, token):
-    """Return the `(G, E, C, D)` rows of `(G, S, D)` tokens at `(G, E, C)` indices."""
-    _, num_experts, capacity = token.shape
-    index = reshape(token, (-1, num_experts * capacity, 1))
-    slots = ops.take_along_axis(tokens, index, axis=1)
-    return reshape(slots, (-1, num_experts, capacity, tokens.shape[-1]))
-
-
-def _add_in_groups(outputs, token, num_tokens):
-    """Return the `(G, S, D)` sums of `(G, E, C, D)` outputs at `(G, E, C)` indices."""
-    _, num_experts, capacity, width = outputs.shape
-    num_slots = num_experts * capacity
-
-    def add(group):
-        return ops.segment_sum(*group, num_segments=num_tokens)
-
-    outputs = reshape(outputs, (-1, num_slots, width))
-    token = reshape(token, (-1, num_slots))
-    return on_own_groups(lambda *x: ops.vectorized_map(add, x), outputs, token)
 
 
 def _row_of_slot(routing, num_tokens):
@@ -337,24 +328,6 @@ def to_slots(routing, num_tokens):
     kept, chosen = routing.kept[..., 0], ops.cast(routing.expert, INDEX)
     token, filled = assign_choices(gate, chosen, num_tokens, valid=kept)
     return token, filled, gates_of_slots(gate, token, filled)
-
-
-def _take_rows(tokens, routing):
-    """Return the `(G * S * K, D)` rows of `(G, S, D)` tokens, sorted by expert."""
-    # A choice counts if its token does. Padding may hold NaN.
-    tokens = where(routing.kept[..., :1], tokens, 0.0)
-    rows = reshape(tokens, (-1, tokens.shape[-1]))
-    num_choices = routing.expert.shape[-1]
-    return _reorder(rows, routing.order, routing.row, num_choices)
-
-
-def _add_rows_of_choices(rows, routing, num_tokens):
-    """Return the `(G, S, D)` sums of a token's rows, weighted by their gates."""
-    num_choices = routing.expert.shape[-1]
-    rows = _reorder(rows, routing.row, routing.order)
-    rows = reshape(rows, (-1, num_tokens, num_choices, rows.shape[-1]))
-    gate = ops.cast(routing.gate, rows.dtype)
-    return ops.sum(rows * gate[..., None], axis=2)
 
 
 @compiled_on_jax("copies")

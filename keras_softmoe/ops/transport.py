@@ -15,14 +15,7 @@ from keras_softmoe.ops.kernels import (
     repeat,
     reshape,
 )
-from keras_softmoe.ops.numbers import (
-    INDEX,
-    at_least,
-    clip,
-    lowest,
-    positions,
-    where,
-)
+from keras_softmoe.ops.numbers import INDEX, at_least, clip, lowest, positions, where
 from keras_softmoe.ops.selection import (
     largest_entry,
     smallest_entry,

@@ -64,12 +64,8 @@ class Adam(ByVariable, InOnePass, keras.optimizers.Optimizer):
         **kwargs,
     ):
         check_choice("momentum_dtype", momentum_dtype, (None, "bfloat16"))
-        super().__init__(
-            weight_decay_rules,
-            gradient_scale_rules,
-            learning_rate=learning_rate,
-            **kwargs,
-        )
+        rules = weight_decay_rules, gradient_scale_rules
+        super().__init__(*rules, learning_rate=learning_rate, **kwargs)
         self.beta_1 = beta_1
         self.beta_2 = beta_2
         self.epsilon = epsilon
@@ -196,14 +192,9 @@ class SGD(ByVariable, keras.optimizers.SGD):
         gradient_scale_rules: Sequence | None = None,
         **kwargs,
     ):
-        super().__init__(
-            weight_decay_rules,
-            gradient_scale_rules,
-            learning_rate=learning_rate,
-            momentum=momentum,
-            nesterov=nesterov,
-            **kwargs,
-        )
+        rules = weight_decay_rules, gradient_scale_rules
+        own = {"learning_rate": learning_rate, "momentum": momentum}
+        super().__init__(*rules, **own, nesterov=nesterov, **kwargs)
 
     def update_step(self, gradient, variable, learning_rate):
         self.decay_variable(variable, learning_rate)
@@ -269,12 +260,8 @@ class Adafactor(ByVariable, keras.optimizers.Optimizer):
         check_numbers(least=0, under=1, beta_1=beta_1, max_beta_2=max_beta_2)
         check_numbers(under=0, beta_2_decay=beta_2_decay)
         check_choice("momentum_dtype", momentum_dtype, ("bfloat16", "float32"))
-        super().__init__(
-            weight_decay_rules,
-            gradient_scale_rules,
-            learning_rate=learning_rate,
-            **kwargs,
-        )
+        rules = weight_decay_rules, gradient_scale_rules
+        super().__init__(*rules, learning_rate=learning_rate, **kwargs)
         self.beta_1 = beta_1
         self.beta_2_decay = beta_2_decay
         self.max_beta_2 = max_beta_2

@@ -58,17 +58,8 @@ TEXTS = np.array([[1, 2, 3, 4], [5, 6, 0, 0], [0, 0, 0, 0], [7, 0, 0, 0]], "int3
 
 
 def text_tower(router):
-    backbone = models.TextMoEBackbone(
-        vocabulary_size=8,
-        sequence_length=4,
-        num_layers=1,
-        num_heads=2,
-        hidden_dim=8,
-        mlp_dim=8,
-        moe_layers=(0,),
-        router=router,
-        mask_padding=True,
-    )
+    experts = {"moe_layers": (0,), "router": router}
+    backbone = models.TextMoEBackbone(8, 4, 1, 2, 8, 8, **experts, mask_padding=True)
     randomize(backbone, seed=1)
     return backbone
 

@@ -54,11 +54,6 @@ def test_experts_by_class_in_the_order_of_the_numbers():
         assert tick_names(ax.yaxis) == [*np.array(list("abcd"))[kept[layer]]]
 
 
-def test_names_that_are_missing():
-    with pytest.raises(ValueError, match="each of the 4 classes. Received: 3 names"):
-        plot("by_class", statistics(), class_names="abc")
-
-
 def mosaic_tiles(ax, shape):
     """Dict from the expert to the map beneath its number."""
     mosaic = picture(ax).get_array().filled(np.nan)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe.analysis import RoutingMaps, analyze
-from keras_softmoe.analysis.maps import ExpertExamples, ExpertPatches
+from keras_softmoe.analysis.maps import ExpertExamples
 from keras_softmoe.analysis.panels_maps import _most_different_slots
 from keras_softmoe.models import ViTMoEBackbone
 from keras_softmoe.routers import IdentityRouter, SoftmaxTokenChoiceRouter, SoftRouter
@@ -40,9 +40,8 @@ def maps_of(backbone, images):
 def test_pictures_that_are_not_in_colour_are_grey(channels):
     backbone = make_backbone(ROUTERS["soft"](), channels)
     images = make_images(1, channels)
-    picture = (
-        maps_of(backbone, images).plot("slots").axes[0].get_images()[0].get_array()
-    )
+    figure = maps_of(backbone, images).plot("slots")
+    picture = figure.axes[0].get_images()[0].get_array()
     grey = np.repeat(images[0].mean(-1, keepdims=True) / 2 + 0.5, 3, axis=-1)
     assert_near(picture, grey, atol=1e-6)
 
@@ -77,9 +76,8 @@ def test_slots_that_do_not_exist():
     for slots in (0, -1, [], [(4, 0)], [(0, 2)], [(-1, 0)]):
         with pytest.raises(ValueError, match="4 experts with 2 slots.*slots="):
             maps_of(backbone, images).plot("slots", slots=slots)
-    assert (
-        len(maps_of(backbone, images).plot("slots", slots=99).axes) == 2 * (1 + 8) + 1
-    )
+    figure = maps_of(backbone, images).plot("slots", slots=99)
+    assert len(figure.axes) == 2 * (1 + 8) + 1
 
 
 def test_the_slots_shown_differ():
@@ -151,12 +149,6 @@ def test_experts_are_drawn_where_they_work():
 
 # It has slots for all tokens, but for `eval_capacity_factor`.
 SCARCE = SoftmaxTokenChoiceRouter(4, capacity_factor=4.0, eval_capacity_factor=1.0)
-CAPACITIES = (1.0, 0.25)
-
-
-@pytest.fixture(scope="module")
-def classifier():
-    return tiny.classifier(moe_layers=(0, 1), router=SCARCE, group_images=2)
 
 
 @pytest.mark.parametrize(
@@ -195,10 +187,6 @@ def examples(**overrides):
     return RoutingMaps(3, 12, 3, False, examples=ExpertExamples(**fields))
 
 
-def words_of(ax):
-    return [text.get_text() for text in ax.texts]
-
-
 def test_examples_of_some_experts():
     figure = examples().plot("examples", experts=(2, 0))
     labels = [ax.get_ylabel().splitlines()[0] for ax in figure.axes[::2]]
@@ -235,7 +223,9 @@ def test_pair():
     titles = [ax.get_title() for ax in figure.axes]
     assert titles == [
         "image and caption",
-        *(f"expert {e}" for e in (0, 2, 4)),
+        "expert 0",
+        "expert 2",
+        "expert 4",
         "dropped",
     ]
     below = [ax.get_xlabel() for ax in figure.axes]
@@ -255,16 +245,3 @@ def test_pair():
         assert_near(shown[~taken], faded[~taken], atol=1e-6)
     assert "block 5" in figure.get_suptitle()
     assert png(figure).startswith(b"\x89PNG")
-
-
-def patches():
-    """Of three experts, the last of which takes nothing."""
-    rng = np.random.default_rng(0)
-    pictures = [rng.uniform(-1, 1, (count, 12, 12, 3)) for count in (2, 4)]
-    for picture in pictures:
-        # Above the image
-        picture[:, :4] = np.nan
-    pictures.append(np.array([]))
-    weights = [-np.sort(-rng.uniform(size=len(found))) for found in pictures]
-    found = ExpertPatches(np.array([0.25, 0.75, 0.0]), pictures, weights)
-    return RoutingMaps(0, 8, 3, False, patches=found)

@@ -10,6 +10,7 @@ import pytest
 
 from keras_softmoe import catalogue, models
 from keras_softmoe.evaluation import cost
+from tests.support import tiny
 
 
 @functools.cache
@@ -133,17 +134,10 @@ def test_dense_twins():
 )
 def test_presets_can_be_loaded(name):
     # A few of them, made small
-    tiny = {
-        "image_shape": (8, 8, 3),
-        "patch_size": 4,
-        "num_layers": 1,
-        "num_heads": 2,
-        "hidden_dim": 8,
-        "mlp_dim": 12,
-    }
+    small = {**tiny.SIZES, "num_layers": 1}
     if all_metadata()[name]["dense_twin"]:
-        tiny["moe_layers"] = (0,)
-    model = models.ViTMoEBackbone.from_preset(name, load_weights=False, **tiny)
-    assert cost(name, **tiny).parameters == model.count_params()
+        small["moe_layers"] = (0,)
+    model = models.ViTMoEBackbone.from_preset(name, load_weights=False, **small)
+    assert cost(name, **small).parameters == model.count_params()
     converter = models.ViTMoEImageConverter.from_preset(name)
     assert converter.image_size == (224, 224)

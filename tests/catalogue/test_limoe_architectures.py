@@ -11,6 +11,7 @@ import pytest
 
 from keras_softmoe import catalogue, datasets, models, ops, presets
 from keras_softmoe.evaluation import cost
+from tests.support import tiny
 
 NAMES = [n for n in catalogue.names_of_kind("architecture") if n.startswith("limoe")]
 
@@ -114,11 +115,8 @@ def test_experts_cost_parameters_but_hardly_operations():
         own, of_twin = cost(name), cost(twin)
         assert 1.0 < own.gflop_per_image / of_twin.gflop_per_image < 1.05
         shape = arguments(name)
-        width, hidden, layers = (
-            shape["hidden_dim"],
-            shape["mlp_dim"],
-            len(shape["moe_layers"]),
-        )
+        width, hidden = shape["hidden_dim"], shape["mlp_dim"]
+        layers = len(shape["moe_layers"])
         of_expert = 2 * width * hidden + width + hidden
         more = layers * (31 * of_expert + 32 * width)
         assert own.parameters - of_twin.parameters == more
@@ -132,15 +130,7 @@ def small(tmp_path):
         file = tmp_path / name / "config.json"
         presets.write(name, file.parent)
         saved = json.loads(file.read_text(encoding="utf-8"))
-        saved["config"] |= {
-            "image_shape": (8, 8, 3),
-            "patch_size": 4,
-            "vocabulary_size": 90,
-            "num_layers": 1,
-            "num_heads": 2,
-            "hidden_dim": 8,
-            "mlp_dim": 12,
-        }
+        saved["config"] |= {**tiny.SIZES, "num_layers": 1, "vocabulary_size": 90}
         if name in twins():
             saved["config"]["moe_layers"] = [0]
         file.write_text(json.dumps(saved), encoding="utf-8")

@@ -14,6 +14,7 @@ import pytest
 
 from keras_softmoe import converters, models
 from tests.support import tiny
+from tests.support.layer_checks import assert_same_weights
 from tests.support.memory import peak_memory
 from tests.support.references import to_numpy
 
@@ -61,8 +62,7 @@ def test_both_numberings(tmp_path, params, numbering):
         assert f"{block}/{numbering['LayerNorm_1']}/scale" in arrays
     checkpoint = converters.read_checkpoint(path)
     assert checkpoint.shapes == {name: a.shape for name, a in params.items()}
-    for name, array in params.items():
-        np.testing.assert_array_equal(checkpoint[name], array)
+    np.testing.assert_equal(dict(checkpoint), params)
 
 
 def test_bfloat16(tmp_path, params):
@@ -86,8 +86,7 @@ def test_convert(tmp_path, model, params):
     converters.convert_vmoe_checkpoint(path, tmp_path / "preset", verbose=0)
     loaded = models.ViTMoEImageClassifier.from_preset(str(tmp_path / "preset"))
     assert loaded.backbone.moe_layers == ()
-    for one, weight in zip(loaded.weights, model.weights, strict=True):
-        np.testing.assert_array_equal(to_numpy(one), to_numpy(weight), one.path)
+    assert_same_weights(loaded, model)
 
 
 def refused(path, message):
@@ -185,18 +184,13 @@ def big_vision(params, stacked):
                 array = array[:, 1:]
         arrays[f"params/{name}"] = array
     if stacked:
-        block = re.compile("encoderblock_[0-9]+")
-        names = sorted({block.sub("encoderblock", name) for name in arrays})
+        parts = {}
+        for name in sorted(arrays):
+            joint = re.sub("encoderblock_[0-9]+", "encoderblock", name)
+            parts.setdefault(joint, []).append(arrays[name])
         arrays = {
-            name: np.stack(
-                [
-                    arrays[name.replace("encoderblock", f"encoderblock_{i}")]
-                    for i in range(2)
-                ]
-            )
-            if "encoderblock" in name
-            else arrays[name]
-            for name in names
+            name: np.stack(found) if "encoderblock" in name else found[0]
+            for name, found in parts.items()
         }
     return arrays
 
@@ -213,8 +207,7 @@ def test_big_vision(tmp_path, pooling, stacked):
     assert ("params/Transformer/encoderblock/LayerNorm_0/scale" in arrays) == stacked
     np.savez(tmp_path / "model.npz", **arrays)
     loaded = converters.dense_model(tmp_path / "model.npz")
-    for one, weight in zip(loaded.weights, model.weights, strict=True):
-        np.testing.assert_array_equal(to_numpy(one), to_numpy(weight), one.path)
+    assert_same_weights(loaded, model)
     assert loaded.backbone.activation == "gelu_tanh"
     images = tiny.images(2)
     np.testing.assert_array_equal(to_numpy(loaded(images)), to_numpy(model(images)))
@@ -228,28 +221,17 @@ def test_tower_of_siglip(tmp_path):
     arrays |= {"opt/0/count": np.zeros(1)}
     np.savez(tmp_path / "siglip.npz", **arrays)
     loaded = converters.dense_model(tmp_path / "siglip.npz")
-    for one, weight in zip(loaded.weights, model.weights, strict=True):
-        np.testing.assert_array_equal(to_numpy(one), to_numpy(weight), one.path)
+    assert_same_weights(loaded, model)
     # Each of its arrays can be read again.
     checkpoint = converters.read_checkpoint(tmp_path / "siglip.npz")
-    first, second = (dict(checkpoint) for _ in range(2))
-    for name, array in first.items():
-        np.testing.assert_array_equal(second[name], array)
+    np.testing.assert_equal(dict(checkpoint), dict(checkpoint))
 
 
+BIAS, ONE_NUMBER = "Transformer/encoderblock/LayerNorm_0/bias", "one number of blocks"
 BAD_STACKS = {
-    "other number of blocks": (
-        {"Transformer/encoderblock/LayerNorm_1/bias": np.zeros((3, 8))},
-        "one number of blocks",
-    ),
-    "no blocks": (
-        {"Transformer/encoderblock/LayerNorm_0/bias": np.zeros((0, 8))},
-        "one number of blocks",
-    ),
-    "a number": (
-        {"Transformer/encoderblock/LayerNorm_0/bias": np.zeros(())},
-        "one number of blocks",
-    ),
+    "other number of blocks": ({BIAS: np.zeros((3, 8))}, ONE_NUMBER),
+    "no blocks": ({BIAS: np.zeros((0, 8))}, ONE_NUMBER),
+    "a number": ({BIAS: np.zeros(())}, ONE_NUMBER),
     "blocks in both ways": (
         {"Transformer/encoderblock_0/LayerNorm_1/bias": np.zeros(8)},
         "holds .* twice",

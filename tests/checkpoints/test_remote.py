@@ -41,8 +41,7 @@ def test_read_a_copy(web, tmp_path, monkeypatch, suffix):
         writer.write_checkpoint(folder / "model", ARRAYS, num_shards=2)
     for _ in range(2):
         checkpoint = converters.read_checkpoint(f"{url}/model{suffix}")
-        for name, array in ARRAYS.items():
-            np.testing.assert_array_equal(checkpoint[name], array)
+        np.testing.assert_equal(dict(checkpoint), ARRAYS)
     # Each file was fetched once.
     fetched = [path for method, path in handler.asked if method == "GET"]
     assert len(fetched) == len(set(fetched)) == (1 if suffix else 3)
@@ -64,9 +63,7 @@ def test_download_of_shards(web, tmp_path):
     folder, url, _ = web
     writer.write_checkpoint(folder / "vmoe", ARRAYS, num_shards=2)
     copy = checkpoints.download_checkpoint(f"{url}/vmoe", tmp_path, verbose=0)
-    checkpoint = converters.read_checkpoint(copy)
-    for name, array in ARRAYS.items():
-        np.testing.assert_array_equal(checkpoint[name], array)
+    np.testing.assert_equal(dict(converters.read_checkpoint(copy)), ARRAYS)
 
 
 def test_download_that_is_cut(web, tmp_path):

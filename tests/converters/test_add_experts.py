@@ -18,14 +18,11 @@ from keras_softmoe import analysis, converters, evaluation, layers, routers
 from keras_softmoe.keras_adapter.surgery import sublayers
 from tests.support import close, families, tiny
 from tests.support.close import assert_near
-from tests.support.families import FAMILIES, inputs_of
+from tests.support.families import FAMILIES, ROUTER, inputs_of
+from tests.support.layer_checks import from_preset, reloaded
 from tests.support.references import to_numpy
 
 BACKEND = keras.backend.backend()
-# With room for all choices
-ROUTER = routers.SoftmaxTokenChoiceRouter(
-    4, num_selected_experts=2, capacity_factor=None, normalize_gates=True
-)
 SOFT = routers.SoftRouter(4)
 
 
@@ -199,8 +196,7 @@ def test_preset_lora_and_int8(vit, tmp_path):
     x = images()
     sparse = converters.add_experts(vit, (1,), [SOFT], verbose=0)
     sparse.moe_layers[1].trainable = False
-    sparse.save_to_preset(str(tmp_path / "preset"))
-    restored = keras_hub.models.Backbone.from_preset(str(tmp_path / "preset"))
+    restored = from_preset(sparse, tmp_path / "preset", keras_hub.models.Backbone)
     assert type(restored) is type(sparse) and not restored.moe_layers[1].trainable
     np.testing.assert_array_equal(outputs(restored, x)[0], outputs(sparse, x)[0])
     restored.load_weights(tmp_path / "preset" / "model.weights.h5")
@@ -218,8 +214,7 @@ def test_preset_lora_and_int8(vit, tmp_path):
     sparse.quantize("int8", filters=is_bank)
     found = outputs(sparse, x)[0]
     assert 0 < np.abs(found - before).max() < 0.05 * np.abs(before).max()
-    sparse.save(tmp_path / "int8.keras")
-    again = keras.saving.load_model(tmp_path / "int8.keras")
+    again = reloaded(sparse, tmp_path)
     np.testing.assert_array_equal(outputs(again, x)[0], found)
 
 
@@ -332,8 +327,7 @@ def test_rule(case, tmp_path):
     for moe in sparse.moe_layers.values():
         moe.experts.weights[0].assign(2 * moe.experts.weights[0])
     assert difference(outputs(dense, x), outputs(sparse, x)) > 1e-3
-    sparse.save(tmp_path / "model.keras")
-    restored = keras.saving.load_model(tmp_path / "model.keras")
+    restored = reloaded(sparse, tmp_path)
     assert difference(outputs(restored, x), outputs(sparse, x)) == 0
 
 

@@ -15,6 +15,7 @@ from keras_softmoe.converters.dense_model import find_file
 from tests.skips import needs
 from tests.support import hub, safetensors_file, tiny, torch_twin, twins
 from tests.support.close import assert_near
+from tests.support.layer_checks import from_preset
 from tests.support.references import to_numpy
 
 BACKBONES = [name for name in hub.MODELS if "Classifier" not in name]
@@ -88,17 +89,12 @@ def test_another_resolution(name):
 def test_another_resolution_of_dinov2(tmp_path, name):
     """KerasHub resamples when it loads a preset."""
     small = hub.make(name)
-    small.save_to_preset(str(tmp_path / "hub"))
-    large = keras_hub.models.Backbone.from_preset(
-        str(tmp_path / "hub"), image_shape=LARGER
-    )
+    large = from_preset(small, tmp_path, image_shape=LARGER)
     images = tiny.images(2, LARGER)
     assert_same_features(converters.dense_model(large), large, images)
     # On PyTorch its bicubic resampling has another kernel than elsewhere.
     if keras.backend.backend() == "torch" or "registers" in name:
-        saved = keras_hub.models.Backbone.from_preset(
-            str(tmp_path / "hub"), image_shape=hub.SHAPE
-        )
+        saved = type(small).from_preset(str(tmp_path), image_shape=hub.SHAPE)
         ours = converters.dense_model(saved, image_shape=LARGER)
         assert_same_features(ours, large, images)
 

@@ -15,12 +15,10 @@ from keras import ops
 from keras_softmoe import converters, layers, models, routers
 from tests.support import close, families, tiny
 from tests.support.close import assert_near
-from tests.support.families import FAMILIES, inputs_of
+from tests.support.families import FAMILIES, ROUTER, inputs_of
+from tests.support.layer_checks import from_preset, reloaded
 from tests.support.references import to_numpy
 
-ROUTER = routers.SoftmaxTokenChoiceRouter(
-    4, num_selected_experts=2, capacity_factor=None, normalize_gates=True
-)
 hub = keras_hub.models
 
 
@@ -89,11 +87,6 @@ def of_dense(model):
 WAYS = (nested, with_head, of_layer, twice, clone, of_dense)
 
 
-def reload(model, folder):
-    model.save(folder / "model.keras")
-    return keras.saving.load_model(folder / "model.keras")
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_graph_is_loaded_equal(family, tmp_path, pytestconfig):
     """In every way for one family; a file differs by the layers that it is of."""
@@ -102,7 +95,7 @@ def test_graph_is_loaded_equal(family, tmp_path, pytestconfig):
     x = inputs_of(model)
     for way in WAYS if is_whole else (with_head,):
         graph = way(model)
-        assert differences(graph, reload(graph, tmp_path), x) == 0, way.__name__
+        assert differences(graph, reloaded(graph, tmp_path), x) == 0, way.__name__
 
 
 @pytest.mark.parametrize("family", ["ViT", "GPT-2"])
@@ -110,12 +103,12 @@ def test_graph_with_factors_of_lora(family, tmp_path):
     model = sparse(family)
     model.enable_lora(2)
     graph = with_head(scrambled(model))
-    assert differences(graph, reload(graph, tmp_path), inputs_of(model)) < 1e-5
+    assert differences(graph, reloaded(graph, tmp_path), inputs_of(model)) < 1e-5
 
 
 def test_layers_are_of_one_model(tmp_path):
     """The file of a graph makes the model once, not for each layer."""
-    graph = reload(with_head(sparse("DINOv2")), tmp_path)
+    graph = reloaded(with_head(sparse("DINOv2")), tmp_path)
     owners = {
         id(layer.described_by.model)
         for layer in graph.layers
@@ -123,7 +116,7 @@ def test_layers_are_of_one_model(tmp_path):
     }
     assert len(owners) == 1
     # It can be saved again, and a block is still one of its class.
-    again = reload(graph, tmp_path)
+    again = reloaded(graph, tmp_path)
     assert differences(graph, again, inputs_of(graph)) == 0
     assert "DINOV2Encoder" in {type(layer).__name__ for layer in again.layers}
 
@@ -132,7 +125,7 @@ def test_quantized_graph(tmp_path):
     model = sparse("ViT")
     model.quantize("int8")
     graph = with_head(model)
-    assert differences(graph, reload(graph, tmp_path), inputs_of(graph)) == 0
+    assert differences(graph, reloaded(graph, tmp_path), inputs_of(graph)) == 0
 
 
 def test_sequential_of_a_model_and_a_head(tmp_path):
@@ -140,7 +133,7 @@ def test_sequential_of_a_model_and_a_head(tmp_path):
     graph = keras.Sequential([model, keras.layers.Dense(3)])
     x = inputs_of(model)
     graph(x)
-    assert differences(graph, reload(graph, tmp_path), x) == 0
+    assert differences(graph, reloaded(graph, tmp_path), x) == 0
 
 
 def test_graphs_over_our_own_models(tmp_path):
@@ -154,7 +147,7 @@ def test_graphs_over_our_own_models(tmp_path):
         x = inputs_of(model)
         for way in (with_head, of_layer):
             graph = way(model)
-            assert differences(graph, reload(graph, tmp_path), x) == 0, way.__name__
+            assert differences(graph, reloaded(graph, tmp_path), x) == 0, way.__name__
 
 
 class Scaled(keras.layers.Layer):
@@ -210,13 +203,9 @@ def test_public_attributes_are_kept(family):
     model = converters.add_experts(dense, (1,), ROUTER, verbose=0)
     assert isinstance(model, type(dense))
     # Those that change with the experts
-    changed = {"weights", "variables", "trainable_weights", "trainable_variables"}
-    changed |= {
-        "non_trainable_weights",
-        "non_trainable_variables",
-        "name",
-        "operations",
-    }
+    changed = {"weights", "variables", "name", "operations"}
+    changed |= {"trainable_weights", "trainable_variables"}
+    changed |= {"non_trainable_weights", "non_trainable_variables"}
     before, after = public(dense), public(model)
     assert set(before) <= set(after)
     for name in set(before) - changed:
@@ -277,15 +266,13 @@ def test_segmenter_with_experts(tmp_path):
     assert inner.moe_layers[0] is given.backbone.moe_layers[0]
     assert list(inner.pyramid_outputs) == list(encoder.pyramid_outputs)
     alone = keras.Model(inner.input, inner.pyramid_outputs)
-    assert differences(alone, reload(alone, tmp_path), x) == 0
-    inner.save_to_preset(str(tmp_path / "encoder"))
-    loaded = hub.Backbone.from_preset(str(tmp_path / "encoder"))
+    assert differences(alone, reloaded(alone, tmp_path), x) == 0
+    loaded = from_preset(inner, tmp_path / "encoder", hub.Backbone)
     assert differences(inner, loaded, x) == 0
     # Another segmenter over the encoder that was taken out
     other = hub.SegFormerBackbone(image_encoder=inner, projection_filters=8)
-    assert differences(other, reload(other, tmp_path), x) == 0
-    given.save_to_preset(str(tmp_path / "task"))
-    again = hub.ImageSegmenter.from_preset(str(tmp_path / "task"))
+    assert differences(other, reloaded(other, tmp_path), x) == 0
+    again = from_preset(given, tmp_path / "task", hub.ImageSegmenter)
     assert differences(given, again, x) == 0
 
 
@@ -316,9 +303,8 @@ def test_backbone_of_a_user(tmp_path):
     maps = keras.Model(model.input, model.maps["sum"])
     assert_near(outputs(maps, x)[0], outputs(dense, x)[0], atol=1e-6)
     for graph in (model, maps, with_head(model)):
-        assert differences(graph, reload(graph, tmp_path), x) == 0
-    model.save_to_preset(str(tmp_path / "preset"))
-    loaded = hub.Backbone.from_preset(str(tmp_path / "preset"))
+        assert differences(graph, reloaded(graph, tmp_path), x) == 0
+    loaded = from_preset(model, tmp_path / "preset", hub.Backbone)
     assert isinstance(loaded, OwnBackbone) and differences(model, loaded, x) == 0
 
 
@@ -447,7 +433,7 @@ def test_configuration_is_a_copy(name, tmp_path):
     if isinstance(model, keras.Model):
         keras.models.clone_model(model)
         assert plain(model.get_config()) == before
-        assert differences(model, reload(model, tmp_path), inputs_of(model)) == 0
+        assert differences(model, reloaded(model, tmp_path), inputs_of(model)) == 0
         assert plain(model.get_config()) == before
 
 

@@ -8,12 +8,10 @@ from keras_softmoe import converters, layers, models, routers
 from keras_softmoe.keras_adapter.surgery import sublayers
 from tests.support import tiny, tiny_limoe
 from tests.support.close import assert_near
-from tests.support.families import FAMILIES, inputs_of
+from tests.support.families import FAMILIES, ROUTER, inputs_of
+from tests.support.layer_checks import assert_same_weights
 from tests.support.references import to_numpy
 
-ROUTER = routers.SoftmaxTokenChoiceRouter(
-    4, num_selected_experts=2, capacity_factor=None, normalize_gates=True
-)
 # The last layer of an MLP, by its path in the dense model
 LAST = {"ViT": "mlp/dense_2", "DINOv2, SwiGLU": "mlp/weights_out", "CLIP": "dense_2"}
 
@@ -43,8 +41,7 @@ def test_models_of_keras_hub(family, capsys):
     same = converters.to_dense_model(sparse, x, batch_size=2)
     assert "1 mixtures of" in capsys.readouterr().out
     assert type(same) is type(dense) and same.feature_difference < 1e-5
-    for old, new in zip(dense.weights, same.weights, strict=True):
-        assert_near(to_numpy(new), to_numpy(old), atol=1e-6)
+    assert_same_weights(same, dense, atol=1e-6)
     moe = sparse.moe_layers[1]
     change(moe)
     before = [to_numpy(weight).copy() for weight in sparse.weights]
@@ -77,8 +74,7 @@ def test_a_weight_that_is_not_trained_before_others():
     dense = keras.Sequential([keras.Input((4, 8)), mlp])
     sparse = converters.add_experts(dense, (0,), ROUTER, sites=["mlp"], verbose=0)
     same = converters.to_dense_model(sparse, verbose=0)
-    for old, new in zip(dense.weights, same.weights, strict=True):
-        assert_near(to_numpy(new), to_numpy(old), atol=1e-6)
+    assert_same_weights(same, dense, atol=1e-6)
 
 
 def test_classifier_of_ours():

@@ -4,10 +4,11 @@ import keras
 import numpy as np
 import pytest
 
-from keras_softmoe import converters, models, routers
+from keras_softmoe import converters, routers
 from keras_softmoe.converters.upcycling_starts import truncated_kernel
 from tests.support import tiny, tiny_limoe
 from tests.support.close import assert_near
+from tests.support.layer_checks import assert_same_weights, from_preset
 from tests.support.references import to_numpy
 
 NUM_EXPERTS = 4
@@ -164,8 +165,7 @@ def test_the_dense_model_stays_as_it_is(dense):
     sparse = upcycled(dense, SAME["identity"])
     for weight in sparse.weights:
         weight.assign(np.zeros(weight.shape))
-    for weight, old in zip(dense.get_weights(), before, strict=True):
-        np.testing.assert_array_equal(weight, old)
+    assert_same_weights(dense, before)
 
 
 def test_the_two_models_share_no_memory(dense, expected):
@@ -196,16 +196,6 @@ def test_classifier():
     ours = converters.to_vmoe_params(sparse)
     for name in ("head/kernel", "head/bias", "cls"):
         np.testing.assert_array_equal(ours[name], theirs[name])
-
-
-def test_model_with_experts():
-    with pytest.raises(ValueError, match=r"Only a dense.*experts in the blocks \(1,\)"):
-        upcycled(tiny.backbone(), SAME["identity"])
-
-
-def test_layers_that_do_not_exist(dense):
-    with pytest.raises(ValueError, match="moe_layers"):
-        converters.upcycle(dense, moe_layers=(2,), router=SAME["identity"])
 
 
 def test_noise_is_relative_seeded_and_on_kernels_alone(dense):
@@ -312,26 +302,14 @@ def test_clusters_are_seeded(dense):
 def test_clusters_of_a_classifier(tmp_path):
     dense = tiny.classifier(**tiny.DENSE)
     pixels = tiny.pixels(32)
-    sparse = upcycled(
-        dense,
-        routers.SoftmaxExpertChoiceRouter(4),
-        start="clusters",
-        images=pixels,
-        noise_std=0.01,
-    )
+    settings = {"router": routers.SoftmaxExpertChoiceRouter(4), "noise_std": 0.01}
+    sparse = clustered(dense, images=pixels, **settings)
     # The preprocessor of the classifier makes of pixels what the backbone takes.
-    same = upcycled(
-        dense.backbone,
-        routers.SoftmaxExpertChoiceRouter(4),
-        start="clusters",
-        images=to_numpy(dense.preprocessor(pixels)),
-        noise_std=0.01,
-    )
-    for ours, theirs in zip(sparse.backbone.weights, same.weights, strict=True):
-        np.testing.assert_array_equal(to_numpy(ours), to_numpy(theirs))
+    images = to_numpy(dense.preprocessor(pixels))
+    same = clustered(dense.backbone, images=images, **settings)
+    assert_same_weights(sparse.backbone, same)
     before = tiny.predict(sparse, pixels[:3])
-    sparse.save_to_preset(str(tmp_path / "sparse"))
-    loaded = models.ViTMoEImageClassifier.from_preset(str(tmp_path / "sparse"))
+    loaded = from_preset(sparse, tmp_path)
     assert_near(tiny.predict(loaded, pixels[:3]), before, atol=1e-6)
 
 
@@ -420,13 +398,13 @@ def test_arguments(dense, arguments, message):
         clustered(dense, token_choice(1), **arguments)
 
 
-def test_too_few_images(dense):
-    router = routers.SoftRouter(8)
+def test_models_and_images(dense):
+    with pytest.raises(ValueError, match=r"Only a dense.*experts in the blocks \(1,\)"):
+        upcycled(tiny.backbone(), SAME["identity"])
+    with pytest.raises(ValueError, match="moe_layers"):
+        converters.upcycle(dense, moe_layers=(2,), router=SAME["identity"])
     with pytest.raises(ValueError, match="8 clusters.*4 tokens in all"):
-        clustered(dense, router, images=MANY[:1])
-
-
-def test_models_of_text():
-    dense = tiny_limoe.backbone(moe_layers=(), router=None)
+        clustered(dense, routers.SoftRouter(8), images=MANY[:1])
+    of_text = tiny_limoe.backbone(moe_layers=(), router=None)
     with pytest.raises(ValueError, match="images alone.*LIMoEBackbone"):
-        clustered(dense, token_choice(1))
+        clustered(of_text, token_choice(1))

@@ -95,6 +95,11 @@ def values(model):
     return [np.asarray(keras.ops.convert_to_numpy(v)) for v in model.variables]
 
 
+def check(found, expected):
+    for now, before in zip(found, expected, strict=True):
+        assert_near(now, before, rtol=0, atol=1e-6)
+
+
 @pytest.fixture(scope="module")
 def whole():
     """A run that nothing interrupted: its model and the logs of its steps."""
@@ -122,8 +127,7 @@ def test_training_goes_on_as_if_nothing_had_happened(whole, steps, tmp_path):
     # Those that are passed over have the metrics as they were kept.
     for passed in watch.logs[: done - epoch * STEPS]:
         assert passed == pytest.approx(logs[done - 1], rel=1e-6, abs=1e-6)
-    for now, before in zip(values(model), values(expected), strict=True):
-        assert_near(now, before, rtol=0, atol=1e-6)
+    check(values(model), values(expected))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -163,8 +167,7 @@ def test_what_global_generators_draw(steps, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run(Backup(tmp_path, every=2), Watch(steps))
     start(2)
-    for now, before in zip(run(Backup(tmp_path)), expected, strict=True):
-        assert_near(now, before, rtol=0, atol=1e-6)
+    check(run(Backup(tmp_path)), expected)
 
 
 def test_an_epoch_of_which_only_the_end_was_missing(whole, tmp_path):
@@ -205,8 +208,7 @@ def test_batches_of_earlier_epochs_are_drawn_from_one_stream(tmp_path):
         with pytest.raises(KeyboardInterrupt):
             train(Backup(tmp_path, every=2, one_stream=True), Watch(steps))
     found = train(Backup(tmp_path, every=2, one_stream=True))
-    for now, before in zip(found, expected, strict=True):
-        assert_near(now, before, rtol=0, atol=1e-6)
+    check(found, expected)
 
 
 @only_on("torch", because="refusal")
@@ -251,8 +253,7 @@ def test_a_backup_may_be_used_again_after_an_interruption(whole, tmp_path):
             fit(classifier(), backup, Watch(steps))
     model = classifier()
     fit(model, backup)
-    for now, before in zip(values(model), values(expected), strict=True):
-        assert_near(now, before, rtol=0, atol=1e-6)
+    check(values(model), values(expected))
 
 
 @not_on_tensorflow
@@ -290,8 +291,7 @@ def test_what_is_frozen_stays_so(tmp_path):
     interrupted(tmp_path, 3, frozen=[0])
     model = classifier(frozen=[0])
     fit(model, Backup(tmp_path))
-    for now, before in zip(values(model), values(expected), strict=True):
-        assert_near(now, before, rtol=0, atol=1e-6)
+    check(values(model), values(expected))
     np.testing.assert_array_equal(values(model)[0], start[0])
 
 
@@ -304,8 +304,7 @@ def test_other_metrics_start_anew(whole, tmp_path):
     with pytest.warns(UserWarning, match="other metrics.*epoch 2 start.*batch 3"):
         fit(model, Backup(tmp_path), watch)
     assert all("loss" in logs for logs in watch.logs)
-    for now, before in zip(values(model), values(expected), strict=True):
-        assert_near(now, before, rtol=0, atol=1e-6)
+    check(values(model), values(expected))
     assert len(watch.logs) == 2 * STEPS
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from keras_softmoe import distribution, layers, models, routers
 from keras_softmoe.distribution import PlacementError, audit, layout_map
-from tests.support import tiny
+from tests.support import tiny, tiny_limoe
 
 KERNEL = r".*/experts/(intermediate|output)_dense/kernel"
 
@@ -154,18 +154,7 @@ def test_the_table_adds_up():
     assert lines[-1].split() == ["sum", f"{4 * numbers:,}", f"{4 * numbers:,}"]
 
 
-LIMOE = {
-    "image_shape": (8, 8, 3),
-    "patch_size": 4,
-    "vocabulary_size": 11,
-    "sequence_length": 3,
-    "num_layers": 2,
-    "num_heads": 2,
-    "hidden_dim": 8,
-    "mlp_dim": 12,
-    "image_pooling": "map",
-    "moe_layers": (1,),
-}
+LIMOE = {**tiny_limoe.DISTINCT, "image_pooling": "map", "moe_layers": (1,)}
 
 
 def in_own_model():

@@ -1,5 +1,6 @@
 """The few-shot probe: step by step, honest, on any backbone, with bad input."""
 
+import functools
 import math
 
 import keras
@@ -7,8 +8,10 @@ import keras_hub
 import numpy as np
 import pytest
 
-from keras_softmoe.evaluation import few_shot_probe
+from keras_softmoe import evaluation
 from keras_softmoe.evaluation.ridge import L2_GRID, ridge_probe, sample_support
+
+probe = functools.partial(evaluation.few_shot_probe, verbose=0)
 
 
 def blobs(counts, dim=6, seed=0, spread=1.0):
@@ -45,18 +48,16 @@ def test_few_shot_probe_step_by_step(l2):
     x, y = blobs([12, 15, 20, 12, 14], dim=20, spread=5.0)
     x_test, y_test = blobs([9, 8, 7, 6, 5], dim=20, spread=5.0, seed=1)
     seeds = (3, 0, 11)
-    result = few_shot_probe(
-        None, (x, y), (x_test, y_test), shots=(9, 1), seeds=seeds, l2=l2, verbose=0
-    )
+    result = probe(None, (x, y), (x_test, y_test), shots=(9, 1), seeds=seeds, l2=l2)
     assert list(result) == [9, 1]
     for shots in result:
         chosen_on, tested = [], []
         for seed in seeds:
             draw = sample_support(y, shots, seed)
-            probe = ridge_probe(x[draw], y[draw], 5)
+            fitted = ridge_probe(x[draw], y[draw], 5)
             rest = np.setdiff1d(np.arange(len(y)), draw)
-            chosen_on.append(probe.accuracy(x[rest], y[rest], L2_GRID))
-            tested.append(probe.accuracy(x_test, y_test, L2_GRID))
+            chosen_on.append(fitted.accuracy(x[rest], y[rest], L2_GRID))
+            tested.append(fitted.accuracy(x_test, y_test, L2_GRID))
         if l2 == "test":
             chosen_on = tested
         mean = np.mean(chosen_on, axis=0)
@@ -78,7 +79,7 @@ def test_only_the_papers_practice_looks_at_the_test_labels():
     wrong = (y_test + 1) % 5
 
     def penalties(labels, l2):
-        result = few_shot_probe(None, train, (x_test, labels), l2=l2, verbose=0)
+        result = probe(None, train, (x_test, labels), l2=l2)
         return [result[shots].l2 for shots in result]
 
     assert penalties(y_test, "train") == penalties(wrong, "train")
@@ -107,9 +108,8 @@ def test_backbones(kind, batch_size):
         "layer": keras.layers.Flatten(),
         "task": Task(model, None),
     }[kind]
-    assert few_shot_probe(
-        backbone, train, test, batch_size=batch_size, verbose=0
-    ) == few_shot_probe(None, train, test, verbose=0)
+    found = probe(backbone, train, test, batch_size=batch_size)
+    assert found == probe(None, train, test)
 
 
 @pytest.mark.parametrize("kind", ["task", "backbone", "pixels"])
@@ -132,9 +132,9 @@ def test_preprocessor(kind):
         preprocessor = None
     if kind == "pixels":
         model = None
-    result = few_shot_probe(model, train, test, preprocessor=preprocessor, verbose=0)
+    result = probe(model, train, test, preprocessor=preprocessor)
     scaled = [(x / np.float32(127.5) - 1, y) for x, y in (train, test)]
-    assert result == few_shot_probe(None, *scaled, verbose=0)
+    assert result == probe(None, *scaled)
     assert set(seen) <= {np.dtype("uint8")}
 
 
@@ -144,18 +144,18 @@ def test_bfloat16_features():
         (keras.ops.convert_to_numpy(keras.ops.cast(x, "bfloat16")), y)
         for x, y in (train, test)
     ]
-    expected = few_shot_probe(None, *rounded, verbose=0)
+    expected = probe(None, *rounded)
     model = flattening_model("bfloat16")
-    assert few_shot_probe(model, train, test, verbose=0) == expected
+    assert probe(model, train, test) == expected
     output = model(keras.ops.convert_to_tensor(train[0]))["pooled_output"]
     assert keras.backend.standardize_dtype(output.dtype) == "bfloat16"
 
 
 def test_progress_and_table(capsys):
     train, test = splits(images=True)
-    result = few_shot_probe(flattening_model(), train, test, shots=(1, 5), verbose=0)
+    result = probe(flattening_model(), train, test, shots=(1, 5))
     assert capsys.readouterr().out == ""
-    few_shot_probe(flattening_model(), train, test, shots=(1, 5), verbose=1)
+    probe(flattening_model(), train, test, shots=(1, 5), verbose=1)
     assert "108/108" in capsys.readouterr().out
     lines = str(result).splitlines()
     assert [line.split()[0] for line in lines[1:3]] == ["1", "5"]
@@ -166,7 +166,7 @@ def test_progress_and_table(capsys):
 
 
 def test_one_draw_has_no_spread():
-    result = few_shot_probe(None, *splits(), seeds=[4], l2="test", verbose=0)
+    result = probe(None, *splits(), seeds=[4], l2="test")
     assert math.isnan(result[5].std)
     assert "±" not in str(result).splitlines()[1] and "nan" not in str(result)
     assert "optimistic" in str(result)
@@ -177,12 +177,10 @@ def test_every_image_in_the_support():
     (x, y), test = splits()
     few = sample_support(y, 5, seed=0)
     with pytest.raises(ValueError, match=r"one more.*fixed `l2`.*class 0 with 5"):
-        few_shot_probe(None, (x[few], y[few]), test, shots=(5,), verbose=0)
+        probe(None, (x[few], y[few]), test, shots=(5,))
     with pytest.raises(ValueError, match=r"shots=6.*Received: class 0 with 5"):
-        few_shot_probe(None, (x[few], y[few]), test, shots=(6,), l2=64.0, verbose=0)
-    result = few_shot_probe(
-        None, (x[few], y[few]), test, shots=(5,), l2=64.0, verbose=0
-    )
+        probe(None, (x[few], y[few]), test, shots=(6,), l2=64.0)
+    result = probe(None, (x[few], y[few]), test, shots=(5,), l2=64.0)
     # The support is then the same set in every draw.
     assert result[5].std < 1e-12 and result[5].l2 == 64.0
 
@@ -218,7 +216,7 @@ def with_nan(x):
 def test_bad_train_is_found_before_any_work(change, message):
     train, test = splits(images=True)
     with pytest.raises(ValueError, match=message):
-        few_shot_probe(uncalled, change(*train), test, verbose=0)
+        probe(uncalled, change(*train), test)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +233,7 @@ def test_bad_train_is_found_before_any_work(change, message):
 def test_bad_test_is_found_before_any_work(change, message):
     train, test = splits(images=True)
     with pytest.raises(ValueError, match=message):
-        few_shot_probe(uncalled, train, change(*test), verbose=0)
+        probe(uncalled, train, change(*test))
 
 
 @pytest.mark.parametrize(
@@ -261,15 +259,15 @@ def test_bad_test_is_found_before_any_work(change, message):
 )
 def test_bad_arguments_are_found_before_any_work(arguments, message):
     train, test = splits(images=True)
-    arguments = {"backbone": uncalled, "verbose": 0, **arguments}
+    arguments = {"backbone": uncalled, **arguments}
     with pytest.raises(ValueError, match=message):
-        few_shot_probe(train=train, test=test, **arguments)
+        probe(train=train, test=test, **arguments)
 
 
 def test_integer_images_need_a_preprocessor():
     train, test = ((np.zeros(x.shape, "uint8"), y) for x, y in splits(images=True))
     with pytest.raises(ValueError, match=r"scaled images.*dtype=uint8.*preprocessor="):
-        few_shot_probe(flattening_model(), train, test, verbose=0)
+        probe(flattening_model(), train, test)
 
 
 @pytest.mark.parametrize(
@@ -283,7 +281,7 @@ def test_integer_images_need_a_preprocessor():
 )
 def test_bad_features(backbone, message):
     with pytest.raises(ValueError, match=message):
-        few_shot_probe(backbone, *splits(images=True), verbose=0)
+        probe(backbone, *splits(images=True))
 
 
 @pytest.mark.parametrize("preprocessor", [None, lambda x: x])
@@ -291,6 +289,4 @@ def test_images_of_another_size_than_the_models(preprocessor):
     larger = [(np.zeros((len(x), 5, 2, 1)), y) for x, y in splits(images=True)]
     message = r"\(None, 3, 2, 1\). Received: batches of shape \(64, 5, 2, 1\).*\(3, 2\)"
     with pytest.raises(ValueError, match=message):
-        few_shot_probe(
-            flattening_model(), *larger, preprocessor=preprocessor, verbose=0
-        )
+        probe(flattening_model(), *larger, preprocessor=preprocessor)

@@ -33,11 +33,9 @@ TOLERANCE = 1e-4
 
 ROUTERS = {
     "soft": lambda: routers.SoftRouter(4, 2),
-    "token choice, gather": lambda: routers.SoftmaxTokenChoiceRouter(
-        4, num_selected_experts=2, capacity_factor=0.75
-    ),
-    "token choice, einsum": lambda: routers.SoftmaxTokenChoiceRouter(
-        4, num_selected_experts=2, capacity_factor=0.75
+    **dict.fromkeys(
+        ("token choice, gather", "token choice, einsum"),
+        lambda: routers.SoftmaxTokenChoiceRouter(4, 2, capacity_factor=0.75),
     ),
     "batch priority": lambda: routers.SoftmaxTokenChoiceRouter(
         4, priority="max", capacity_factor=0.5
@@ -65,12 +63,7 @@ def classifier(router):
     """A small classifier that routes the tokens of four images together."""
     keras.utils.set_random_seed(0)
     backbone = models.ViTMoEBackbone(
-        image_shape=(16, 16, 3),
-        patch_size=4,
-        num_layers=2,
-        num_heads=2,
-        hidden_dim=16,
-        mlp_dim=32,
+        *((16, 16, 3), 4, 2, 2, 16, 32),
         moe_layers=(1,),
         router=ROUTERS[router](),
         group_images=4,

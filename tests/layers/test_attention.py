@@ -23,9 +23,8 @@ def attend(layer, queries, tokens):
     """Multi-head attention (B, Q, D), written out head by head."""
 
     def project(dense, x):
-        return np.einsum("bsd,dhk->bhsk", x, to_numpy(dense.kernel)) + to_numpy(
-            dense.bias
-        ).reshape(1, layer.num_heads, 1, -1)
+        bias = to_numpy(dense.bias).reshape(1, layer.num_heads, 1, -1)
+        return np.einsum("bsd,dhk->bhsk", x, to_numpy(dense.kernel)) + bias
 
     q, k = project(layer.query, queries), project(layer.key, tokens)
     v = project(layer.value, tokens)
@@ -33,10 +32,8 @@ def attend(layer, queries, tokens):
         q = normalize(q, to_numpy(layer.query_norm.gamma))
         k = normalize(k, to_numpy(layer.key_norm.gamma))
     weights = twins.softmax(q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1]))
-    out = layer.attention_output
-    return np.einsum("bhqk,hkd->bqd", weights @ v, to_numpy(out.kernel)) + to_numpy(
-        out.bias
-    )
+    kernel, bias = map(to_numpy, layer.attention_output.weights)
+    return np.einsum("bhqk,hkd->bqd", weights @ v, kernel) + bias
 
 
 def normalize(x, gamma, beta=0.0):
@@ -46,6 +43,15 @@ def normalize(x, gamma, beta=0.0):
 
 def norm(layer, x):
     return normalize(x, to_numpy(layer.gamma), to_numpy(layer.beta))
+
+
+def with_attention(layer):
+    """Random inputs of a block with random weights, and they plus their attention."""
+    inputs = normal((2, 5, 8))
+    layer.build(inputs.shape)
+    randomize(layer)
+    tokens = norm(layer.attention_norm, inputs)
+    return inputs, inputs + attend(layer.attention, tokens, tokens)
 
 
 def mlp(layer, x):
@@ -97,11 +103,7 @@ def test_attention_pooling(use_qk_norm):
 @pytest.mark.parametrize("use_qk_norm", [False, True])
 def test_dense_encoder_block(use_qk_norm):
     layer = encoder_block(2, 6, use_qk_norm=use_qk_norm)
-    inputs = normal((2, 5, 8))
-    layer.build(inputs.shape)
-    randomize(layer)
-    tokens = norm(layer.attention_norm, inputs)
-    x = inputs + attend(layer.attention, tokens, tokens)
+    inputs, x = with_attention(layer)
     expected = x + mlp(layer.mlp, norm(layer.mlp_norm, x))
     with routers.record() as decisions:
         outputs = layer(inputs)
@@ -111,11 +113,7 @@ def test_dense_encoder_block(use_qk_norm):
 
 def test_moe_encoder_block():
     layer = encoder_block(2, 6, routers.SoftRouter(3))
-    inputs = normal((2, 5, 8))
-    layer.build(inputs.shape)
-    randomize(layer)
-    tokens = norm(layer.attention_norm, inputs)
-    x = inputs + attend(layer.attention, tokens, tokens)
+    inputs, x = with_attention(layer)
     expected = x + to_numpy(layer.moe(norm(layer.mlp_norm, x).astype("float32")))
     outputs, decision = recorded(layer, inputs)
     assert_near(to_numpy(outputs), expected, rtol=1e-4, atol=1e-4)
@@ -162,11 +160,7 @@ def test_heads_that_do_not_divide_the_width(num_heads):
 def test_any_layer_can_follow_attention():
     mlp = keras.layers.Dense(8, name="mine")
     layer = layers.EncoderBlock(2, mlp)
-    inputs = normal((2, 5, 8))
-    layer.build(inputs.shape)
-    randomize(layer)
-    tokens = norm(layer.attention_norm, inputs)
-    x = inputs + attend(layer.attention, tokens, tokens)
+    inputs, x = with_attention(layer)
     kernel, bias = map(to_numpy, (mlp.kernel, mlp.bias))
     expected = x + norm(layer.mlp_norm, x) @ kernel + bias
     assert_near(to_numpy(layer(inputs)), expected, rtol=1e-4, atol=1e-4)

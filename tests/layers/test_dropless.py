@@ -8,7 +8,7 @@ import keras_softmoe as ksm
 from keras_softmoe import layers, ops, routers
 from keras_softmoe.ops.grouped import grouped_affine
 from tests.skips import only_on
-from tests.support import twins
+from tests.support import tiny, twins
 from tests.support.close import assert_near, assert_sum_near
 from tests.support.gradients import layer_gradients, outputs, recorded
 from tests.support.layer_checks import normal, randomize
@@ -235,16 +235,8 @@ def test_a_distribution_refuses_whole_images(monkeypatch):
 
 
 def test_a_file_refuses_it(tmp_path):
-    backbone = ksm.models.ViTMoEBackbone(
-        image_shape=(8, 8, 3),
-        patch_size=4,
-        num_layers=1,
-        num_heads=1,
-        hidden_dim=8,
-        mlp_dim=12,
-        moe_layers=(0,),
-        router=routers.SoftmaxTokenChoiceRouter(NUM_EXPERTS),
-    )
+    router = routers.SoftmaxTokenChoiceRouter(NUM_EXPERTS)
+    backbone = ksm.models.ViTMoEBackbone(**tiny.SIZES, moe_layers=(1,), router=router)
     backbone.set_routing(capacity_factor=None)
     assert backbone(np.zeros((2, 8, 8, 3), "float32"))["pooled_output"].shape == (2, 8)
     with pytest.raises(ValueError, match=r"set_routing\(capacity_factor=4\)"):

@@ -1,5 +1,7 @@
 """Each layer alone, with the shared layer test; for `layers/encoder_block.py`, too."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -31,40 +33,24 @@ ROUTERS = {
     "soft_uniform": (routers.SoftRouter(3, combine="uniform"), 2, 0, 0),
     "uniform": (routers.SoftRouter(3, dispatch="uniform", combine="uniform"), 0, 0, 0),
     "identity": (routers.IdentityRouter(3), 0, 0, 0),
-    "softmax_token_choice": (
-        routers.SoftmaxTokenChoiceRouter(3, num_selected_experts=2, **NOISY),
-        1,
-        1,
-        1,
-    ),
+    "softmax_token_choice": (routers.SoftmaxTokenChoiceRouter(3, 2, **NOISY), 1, 1, 1),
     "balanced_token_choice": (
         routers.SoftmaxTokenChoiceRouter(
             3, bias_update_rate=0.01, bias_update_every=2, **NOISY
         ),
-        1,
-        1,
-        1,
+        *(1, 1, 1),
     ),
     "expert_race": (routers.ExpertRaceRouter(3, **NOISY), 1, 1, 1),
     "sinkhorn_token_choice": (
         routers.SinkhornTokenChoiceRouter(3, priority="max", **NOISY),
-        1,
-        1,
-        1,
+        *(1, 1, 1),
     ),
     "softmax_expert_choice": (routers.SoftmaxExpertChoiceRouter(3, **NOISY), 1, 1, 1),
     "sinkhorn_expert_choice": (
         routers.SinkhornExpertChoiceRouter(3, combine="plan", **NOISY),
-        1,
-        1,
-        1,
+        *(1, 1, 1),
     ),
-    "sparse_transport": (
-        routers.SparseTransportExpertChoiceRouter(3),
-        1,
-        1,
-        0,
-    ),
+    "sparse_transport": (routers.SparseTransportExpertChoiceRouter(3), 1, 1, 0),
 }
 # Name -> number of weights without gradient.
 STATES = {"balanced_token_choice": 3, "expert_race": 2}
@@ -127,33 +113,11 @@ def test_router_is_a_template(name):
 
 
 def test_router_configuration_is_kept_by_the_layer():
-    router = routers.SinkhornTokenChoiceRouter(
-        4,
-        2,
-        1.5,
-        "max",
-        keep_fraction=0.5,
-        normalize_gates=True,
-        num_iterations=7,
-        combine="plan",
-        noise_std=0.5,
-        losses=(
-            routers.RoutingLoss(ops.gshard_loss, weight=0.3),
-            routers.RoutingLoss(ops.z_loss, weight=0.4),
-        ),
-        eval_capacity_factor=3.0,
-        rounding="ceil",
-        multiple_of=2,
-        random_logits=True,
-    )
-    revived = revive(layers.MoE(router, 5)).router
-    assert revived.routing_losses == (
+    losses = (
         routers.RoutingLoss(ops.gshard_loss, weight=0.3),
         routers.RoutingLoss(ops.z_loss, weight=0.4),
     )
-    config = revived.get_config()
-    expected = {
-        "num_experts": 4,
+    settings = {
         "num_selected_experts": 2,
         "capacity_factor": 1.5,
         "priority": "max",
@@ -167,28 +131,40 @@ def test_router_configuration_is_kept_by_the_layer():
         "normalize_gates": True,
         "random_logits": True,
     }
-    assert {key: config[key] for key in expected} == expected
+    router = routers.SinkhornTokenChoiceRouter(4, losses=losses, **settings)
+    revived = revive(layers.MoE(router, 5)).router
+    assert revived.routing_losses == losses and revived.num_experts == 4
+    config = revived.get_config()
+    assert {key: config[key] for key in settings} == settings
 
 
-def test_soft_moe():
-    def make(**kwargs):
-        return layers.SoftMoE(3, mlp_dim=5, slots_per_expert=2, **kwargs)
+# Constructor, shapes of an input and an output, number of weights
+PLAIN = {
+    "SoftMoE": (
+        functools.partial(layers.SoftMoE, 3, mlp_dim=5, slots_per_expert=2),
+        *(TOKENS, TOKENS, 2 + EXPERT_WEIGHTS),
+    ),
+    "Experts": (
+        functools.partial(layers.Experts, 3, mlp_dim=5),
+        *((3, 2, 8), (3, 2, 8), EXPERT_WEIGHTS),
+    ),
+    "MLP": (functools.partial(layers.MLP, 5), TOKENS, TOKENS, MLP_WEIGHTS),
+    "PatchEmbedding": (
+        functools.partial(layers.PatchEmbedding, (2, 4), 8),
+        *((4, 8, 3), (4, 8), 2),
+    ),
+    "ClassToken": (layers.ClassToken, TOKENS, (7, 8), 1),
+}
 
-    check_layer(make, TOKENS, TOKENS, 2 + EXPERT_WEIGHTS)
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_layer(name):
+    check_layer(*PLAIN[name])
 
 
-def test_experts():
-    def make(**kwargs):
-        return layers.Experts(3, mlp_dim=5, **kwargs)
-
-    check_layer(make, (3, 2, 8), (3, 2, 8), EXPERT_WEIGHTS)
-
-
-def test_mlp():
-    def make(**kwargs):
-        return layers.MLP(5, **kwargs)
-
-    check_layer(make, TOKENS, TOKENS, MLP_WEIGHTS)
+def test_token_embedding():
+    make = functools.partial(TokenEmbedding, 11, 6, 8)
+    check_layer(make, (6,), TOKENS, 2, ids=11)
 
 
 @pytest.mark.parametrize(
@@ -259,20 +235,6 @@ def test_attention_pooling(use_qk_norm):
     check_layer(make, TOKENS, (8,), num_weights)
 
 
-def test_patch_embedding():
-    def make(**kwargs):
-        return layers.PatchEmbedding((2, 4), 8, **kwargs)
-
-    check_layer(make, (4, 8, 3), (4, 8), 2)
-
-
-def test_class_token():
-    def make(**kwargs):
-        return layers.ClassToken(**kwargs)
-
-    check_layer(make, TOKENS, (7, 8), 1)
-
-
 @pytest.mark.filterwarnings("ignore:The model does not have any trainable weights")
 @pytest.mark.parametrize("kind", ["learned", "sincos2d"])
 @pytest.mark.parametrize("has_class_token", [False, True])
@@ -282,10 +244,3 @@ def test_position_embedding(kind, has_class_token):
 
     shape = (6 + has_class_token, 8)
     check_layer(make, shape, shape, int(kind == "learned"))
-
-
-def test_token_embedding():
-    def make(**kwargs):
-        return TokenEmbedding(11, 6, 8, **kwargs)
-
-    check_layer(make, (6,), TOKENS, 2, ids=11)

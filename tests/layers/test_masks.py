@@ -9,9 +9,10 @@ import pytest
 
 from keras_softmoe import layers, models, ops, routers
 from keras_softmoe.layers.limoe_block import LIMoEBlock
+from tests.support import tiny
 from tests.support.close import assert_near
 from tests.support.gradients import layer_gradients, outputs
-from tests.support.references import to_numpy
+from tests.support.references import assert_each_near, to_numpy
 
 LOSSES = (
     routers.RoutingLoss(ops.importance_loss),
@@ -98,8 +99,7 @@ def test_like_a_shorter_sequence(router, group_images, dispatcher):
     np.testing.assert_allclose(masked[0], loss, rtol=1e-5)
     assert_near(masked[1][:, real], of_inputs, atol=1e-5)
     assert not masked[1][~mask].any()
-    for path, gradient in of_weights.items():
-        assert_near(masked[2][path], gradient, atol=1e-5, err_msg=path)
+    assert_each_near(masked[2], of_weights, rtol=1e-7)
 
 
 @pytest.mark.parametrize("router", ROUTERS)
@@ -201,8 +201,7 @@ def test_attention_pooling():
     expected = layer_gradients(layer, short, squares)
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
     assert not found[1][~mask].any()
-    for path, gradient in expected[2].items():
-        assert_near(found[2][path], gradient, rtol=1e-3, atol=1e-3)
+    assert_each_near(found[2], expected[2], rtol=1e-3, atol=1e-3)
 
 
 class JoinedText(LIMoEBlock):
@@ -262,14 +261,7 @@ def test_mask_of_an_embedding_arrives():
     assert_near(found, expected, atol=1e-6)
 
 
-TEXT = {
-    "vocabulary_size": 20,
-    "num_layers": 2,
-    "num_heads": 2,
-    "hidden_dim": 8,
-    "mlp_dim": 16,
-    "moe_layers": (1,),
-}
+TEXT = {**tiny.SIZES_OF_BLOCKS, "vocabulary_size": 20, "moe_layers": (1,)}
 
 
 def long_and_short(cls, settings):
@@ -305,8 +297,7 @@ def test_text_tower(pooling):
 def test_limoe_masks_padding_on_request():
     """Text that is padded is routed like a shorter one, beside images."""
     settings = {
-        "image_shape": (8, 8, 3),
-        "patch_size": 4,
+        **tiny.SIZES,
         **TEXT,
         "router": routers.LIMoERouter(2),
         "group_images": 2,

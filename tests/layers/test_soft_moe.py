@@ -1,6 +1,5 @@
 """What sets Soft MoE apart: images are independent, slots start as broad averages."""
 
-import keras
 import numpy as np
 import pytest
 
@@ -61,11 +60,3 @@ def test_slots_mix_the_tokens_themselves():
         tokens, to_numpy(layer.moe.router.mu), to_numpy(layer.moe.router.scale)
     )
     assert_near(seen[0], twins.dispatch_tokens(tokens, dispatch), rtol=1e-4, atol=1e-5)
-
-
-def test_drop_in_for_an_mlp():
-    inputs = keras.Input((5, 8))
-    x = layers.SoftMoE(num_experts=4, mlp_dim=6)(inputs)
-    model = keras.Model(inputs, keras.layers.GlobalAveragePooling1D()(x))
-    assert model.output_shape == (None, 8)
-    assert model.predict(normal((3, 5, 8)), verbose=0).shape == (3, 8)

@@ -12,7 +12,13 @@ from keras_softmoe.keras_adapter.layers import is_initialized
 from keras_softmoe.layers.template_experts import TemplateExperts
 from tests.support.close import assert_near
 from tests.support.gradients import layer_gradients
-from tests.support.layer_checks import check_layer, normal, randomize, revive
+from tests.support.layer_checks import (
+    assert_same_weights,
+    check_layer,
+    normal,
+    randomize,
+    revive,
+)
 from tests.support.products import counted
 from tests.support.references import to_numpy
 
@@ -138,8 +144,7 @@ def test_a_built_layer_is_copied_and_left_alone():
     assert len(model.weights) == 5
     model.compile("sgd", "mse")
     model.fit(inputs, inputs, verbose=0)
-    for old, new in zip(before, template.get_weights(), strict=True):
-        np.testing.assert_array_equal(new, old)
+    assert_same_weights(template, before)
     kernels = layer.experts.get_weights()[0]
     assert not np.array_equal(kernels[0], kernels[1])
 
@@ -199,11 +204,6 @@ def test_cost():
 
 
 # === Bad input ===
-
-
-class Noisy(keras.layers.Layer):
-    def call(self, inputs):
-        return inputs + keras.random.normal(keras.ops.shape(inputs))
 
 
 @pytest.mark.parametrize(

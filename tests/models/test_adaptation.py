@@ -9,7 +9,7 @@ import keras_softmoe as ksm
 from keras_softmoe import layers, models
 from tests.support import tiny
 from tests.support.close import assert_near
-from tests.support.layer_checks import assert_same_weights
+from tests.support.layer_checks import assert_same_weights, from_preset
 from tests.support.references import to_numpy
 
 pytestmark = [tiny.FITTING, tiny.LOADING]
@@ -65,8 +65,7 @@ def test_lora_is_merged_when_saved(tmp_path):
     for weight in model.backbone.trainable_weights:
         weight.assign(np.random.default_rng(0).normal(size=weight.shape) * 0.1)
     expected = tiny.predict(model, tiny.pixels(3))
-    model.save_to_preset(str(tmp_path / "adapted"))
-    revived = models.ViTMoEImageClassifier.from_preset(str(tmp_path / "adapted"))
+    revived = from_preset(model, tmp_path)
     assert not any("lora" in w.path for w in revived.weights)
     assert revived.compiled
     assert_near(tiny.predict(revived, tiny.pixels(3)), expected, rtol=1e-4, atol=1e-4)

@@ -13,7 +13,7 @@ import pytest
 from keras_softmoe import analysis, ops, routers
 from keras_softmoe.models import fitting
 from tests.support import tiny, tiny_limoe
-from tests.support.references import to_numpy
+from tests.support.references import assert_all_equal, to_numpy
 
 pytestmark = tiny.FITTING
 BATCH, TOKENS, EXPERTS = 4, 4, 4
@@ -193,8 +193,7 @@ def test_the_look_at_a_batch_changes_nothing(monkeypatch):
         said = warnings_of(functools.partial(fit, model, epochs=2))
         assert len(said) == (limit < 0)
         after.append([to_numpy(v) for v in model.variables])
-    for one, other in zip(*after, strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_all_equal(*after)
 
 
 def test_pairs_are_looked_at(monkeypatch):

@@ -9,26 +9,22 @@ import pytest
 
 from keras_softmoe import models
 from tests.support import tiny, tiny_limoe
-from tests.support.close import assert_near
-from tests.support.references import to_numpy
+from tests.support.layer_checks import assert_same_weights, from_preset, reloaded
+from tests.support.references import assert_each_near, to_numpy
 from tests.support.tiny_limoe import AMPLE, BATCH, as_numpy, captions, pairs
 
 
 def assert_same(actual, expected, tolerance=1e-6):
     found, value = (as_numpy(model(pairs())) for model in (actual, expected))
     assert sorted(found) == sorted(value)
-    for name in value:
-        assert_near(
-            found[name], value[name], rtol=tolerance, atol=tolerance, err_msg=name
-        )
+    assert_each_near(found, value, tolerance, tolerance)
 
 
 def test_preset_brings_its_tokenizer(tmp_path):
     model = tiny_limoe.task(router=AMPLE)
     path = str(tmp_path / "preset")
-    model.save_to_preset(path)
+    revived = from_preset(model, path)
     texts = model.encode_text(captions())
-    revived = models.LIMoEContrastive.from_preset(path)
     np.testing.assert_allclose(revived.encode_text(captions()), texts, rtol=1e-6)
     assert_same(revived, model)
     assert type(revived.preprocessor) is models.LIMoEPreprocessor
@@ -66,8 +62,7 @@ def test_preset_for_other_images_and_settings(tmp_path):
         assert (router.priority, router.capacity_factor) == ("text_first", 2.0)
         assert router.single_modality_capacity_factor == 3.0
     # What it has been set to is saved with it.
-    larger.save_to_preset(str(tmp_path / "changed"))
-    changed = models.LIMoEBackbone.from_preset(str(tmp_path / "changed"))
+    changed = from_preset(larger, tmp_path / "changed", models.LIMoEBackbone)
     assert changed.get_config() == larger.backbone.get_config()
     random = models.LIMoEContrastive.from_preset(path, load_weights=False)
     kernel, other = (
@@ -118,9 +113,7 @@ def test_keras_file(tmp_path, loss):
     model.optimizer.build(model.trainable_variables)
     for moment in model.optimizer.variables[2:]:
         moment.assign(np.random.default_rng(0).normal(size=moment.shape))
-    path = tmp_path / "model.keras"
-    model.save(path)
-    revived = keras.saving.load_model(path)
+    revived = reloaded(model, tmp_path)
     assert type(revived) is models.LIMoEContrastive
     assert type(revived.backbone) is models.LIMoEBackbone
     assert_same(revived, model)
@@ -140,18 +133,14 @@ def test_keras_file(tmp_path, loss):
 
 def test_keras_file_of_a_task_that_has_taken_no_step(tmp_path):
     model = tiny_limoe.task(router=AMPLE)
-    path = tmp_path / "model.keras"
-    model.save(path)
-    revived = keras.saving.load_model(path)
+    revived = reloaded(model, tmp_path)
     assert revived.compiled and not revived.optimizer.built
     assert_same(revived, model)
 
 
 def test_files_of_a_task_that_was_never_compiled(tmp_path):
     model = models.LIMoEContrastive(tiny_limoe.backbone(router=AMPLE), compile=False)
-    path = tmp_path / "model.keras"
-    model.save(path)
-    revived = keras.saving.load_model(path)
+    revived = reloaded(model, tmp_path)
     assert not revived.compiled
     assert_same(revived, model)
     model.save_to_preset(str(tmp_path / "preset"))
@@ -164,12 +153,9 @@ def test_files_of_a_task_that_was_never_compiled(tmp_path):
 
 def test_keras_file_of_a_backbone(tmp_path):
     model = tiny_limoe.backbone(dtype="mixed_bfloat16", text_pooling="map")
-    path = tmp_path / "model.keras"
-    model.save(path)
-    revived = keras.saving.load_model(path)
+    revived = reloaded(model, tmp_path)
     assert revived.get_config() == model.get_config()
-    for one, other in zip(revived.get_weights(), model.get_weights(), strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_same_weights(revived, model)
 
 
 def test_weights_file(tmp_path):
@@ -182,8 +168,7 @@ def test_weights_file(tmp_path):
     assert [w.path for w in model.weights] == before
     model.save_weights(path)
     other.load_weights(path)
-    for one, two in zip(other.get_weights(), model.get_weights(), strict=True):
-        np.testing.assert_array_equal(one, two)
+    assert_same_weights(other, model)
 
 
 def test_summary_and_configuration():

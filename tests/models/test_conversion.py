@@ -12,7 +12,7 @@ from keras_softmoe import converters, models, routers
 from keras_softmoe.checkpoints import read_vit_settings
 from keras_softmoe.models import conversion
 from tests.support import checkpoint_writer as writer, tiny
-from tests.support.references import to_numpy
+from tests.support.layer_checks import assert_same_weights
 
 ROUTER = routers.SoftmaxTokenChoiceRouter(
     4, num_selected_experts=3, priority="max", capacity_factor=0.5
@@ -68,11 +68,6 @@ def convert(model, tmp_path, **arguments):
     arguments = {"verbose": 0, **arguments}
     converters.convert_vmoe_checkpoint(tmp_path / "ckpt", target, **arguments)
     return target
-
-
-def assert_same_weights(model, other):
-    for one, weight in zip(model.weights, other.weights, strict=True):
-        np.testing.assert_array_equal(to_numpy(one), to_numpy(weight), one.path)
 
 
 @pytest.mark.parametrize("case", FOUND)

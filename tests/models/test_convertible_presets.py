@@ -8,14 +8,13 @@ import shutil
 import threading
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from keras_softmoe import catalogue, converters, evaluation, models, presets, routers
 from keras_softmoe.models.loading import open_preset
 from tests.checkpoints.test_npz import save
 from tests.support import checkpoint_writer as writer, releases, server, tiny
-from tests.support.references import to_numpy
+from tests.support.layer_checks import assert_same_weights
 
 NAME = "vmoe_nano_patch4_8_shapes"
 REAL = catalogue.names_of_kind("convertible")
@@ -63,11 +62,6 @@ def released(classifier, tmp_path, own_cache):
     return bucket
 
 
-def assert_loaded(model, classifier):
-    for one, weight in zip(model.weights, classifier.weights, strict=True):
-        np.testing.assert_array_equal(to_numpy(one), to_numpy(weight), one.path)
-
-
 def test_describe(released):
     preset = presets.describe(NAME)
     assert preset.kind == "convertible"
@@ -77,7 +71,7 @@ def test_describe(released):
 
 def test_converted_at_first_use(released, classifier, tmp_path, capsys):
     model = models.ViTMoEImageClassifier.from_preset(NAME)
-    assert_loaded(model, classifier)
+    assert_same_weights(model, classifier)
     backbone = model.backbone
     assert backbone.router.capacity_factor == 0.5
     assert backbone.router.eval_capacity_factor == 2.0
@@ -122,7 +116,7 @@ def test_what_to_do_without_a_network(released, classifier, tmp_path):
     # Done as it says
     directory = presets.convert(NAME, prefix=copies / "vmoe_nano", verbose=0)
     assert Path(directory).parent == tmp_path / "keras" / "keras_softmoe"
-    assert_loaded(models.ViTMoEImageClassifier.from_preset(NAME), classifier)
+    assert_same_weights(models.ViTMoEImageClassifier.from_preset(NAME), classifier)
 
 
 @pytest.mark.parametrize("part", [".index", ".data-00001-of-00002"])
@@ -161,7 +155,7 @@ def test_preset_of_another_kind(released, name, kind):
 
 def test_written_directory_is_converted(released, classifier, tmp_path):
     directory = presets.write(NAME, tmp_path / NAME)
-    assert_loaded(models.ViTMoEImageClassifier.from_preset(directory), classifier)
+    assert_same_weights(models.ViTMoEImageClassifier.from_preset(directory), classifier)
 
 
 def test_cache_below_the_home_directory(released, tmp_path, monkeypatch):
@@ -193,10 +187,10 @@ def test_downloaded_once(on_the_web, tmp_path):
     left = cache / f".{DENSE_NAME}.download.old"
     left.mkdir(parents=True)
     (left / "vit_nano.npz").write_bytes(b"half")
-    assert_loaded(models.ViTMoEImageClassifier.from_preset(DENSE_NAME), model)
+    assert_same_weights(models.ViTMoEImageClassifier.from_preset(DENSE_NAME), model)
     assert [path.name for path in cache.iterdir()] == [DENSE_NAME]
     count = len(handler.asked)
-    assert_loaded(converters.dense_model(DENSE_NAME), model)
+    assert_same_weights(converters.dense_model(DENSE_NAME), model)
     router = routers.IdentityRouter(5)
     sparse = converters.upcycle(DENSE_NAME, moe_layers=(1,), router=router)
     assert sparse.backbone.moe_layers == (1,)
@@ -234,7 +228,7 @@ def test_what_to_do_off_line(on_the_web, tmp_path):
     assert call in message
     prefix = tmp_path / "FOLDER" / "vit_nano.npz"
     presets.convert(DENSE_NAME, prefix=prefix, verbose=0)
-    assert_loaded(models.ViTMoEImageClassifier.from_preset(DENSE_NAME), model)
+    assert_same_weights(models.ViTMoEImageClassifier.from_preset(DENSE_NAME), model)
 
 
 def test_eleven_checkpoints_were_released():

@@ -19,6 +19,7 @@ from tests.support.layer_checks import assert_same_weights
 from tests.support.references import to_numpy
 
 NUM_IMAGES, BATCH = 10, 4
+Y = tiny.labels(NUM_IMAGES)
 pytestmark = [
     tiny.FITTING,
     # Keras, of what does not tell how many batches it has.
@@ -71,9 +72,8 @@ KINDS = {
 def test_kinds_of_images(model, x, expected, kind):
     images = KINDS[kind](x)
     assert_close(tiny.predict(model, images, batch_size=BATCH), expected)
-    y = tiny.labels(NUM_IMAGES)
-    results = model.evaluate(x, y, verbose=0)
-    assert_close(model.evaluate(images, list(y), verbose=0), results)
+    results = model.evaluate(x, Y, verbose=0)
+    assert_close(model.evaluate(images, list(Y), verbose=0), results)
     assert_close(model.predict_on_batch(images), expected)
 
 
@@ -85,14 +85,13 @@ def test_one_picture(model, x, expected):
 def test_grey_images(model, x, as_pictures):
     grey = x[..., :1]
     expected = to_numpy(model(np.repeat(grey, 3, axis=-1) / 127.5 - 1.0))
-    y = tiny.labels(NUM_IMAGES)
-    results = model.evaluate(np.repeat(grey, 3, axis=-1), y, verbose=0)
+    results = model.evaluate(np.repeat(grey, 3, axis=-1), Y, verbose=0)
     images = pictures(grey[..., 0]) if as_pictures else grey
     assert_close(tiny.predict(model, images), expected)
     assert_close(model.predict_on_batch(images), expected)
-    assert_close(model.evaluate(images, y, verbose=0), results)
+    assert_close(model.evaluate(images, Y, verbose=0), results)
     # In a pipeline, and without anything that preprocesses
-    assert_close(tiny.predict(model, dataset(grey, y)), expected)
+    assert_close(tiny.predict(model, dataset(grey, Y)), expected)
     bare = tiny.classifier({"preprocessor": None}, **tiny.DENSE)
     bare.set_weights(model.get_weights())
     assert_close(tiny.predict(bare, grey / 127.5 - 1.0), expected)
@@ -159,19 +158,17 @@ def test_no_images(model):
 def test_no_batches(model, x):
     import tensorflow as tf
 
-    y = tiny.labels(NUM_IMAGES)
-    few = tf.data.Dataset.from_tensor_slices((x, y)).batch(11, drop_remainder=True)
-    for source in (dataset(x[:0], y[:0]), few, Sequence(x[:0], y[:0])):
+    few = tf.data.Dataset.from_tensor_slices((x, Y)).batch(11, drop_remainder=True)
+    for source in (dataset(x[:0], Y[:0]), few, Sequence(x[:0], Y[:0])):
         for method in (model.fit, model.evaluate, model.predict):
             with pytest.raises(ValueError, match="no batches.*of length 0"):
                 method(source, verbose=0)
 
 
 def test_batches_that_do_not_fit_together(model, x):
-    y = tiny.labels(NUM_IMAGES)
     for batch, message in (
-        ((x, y[:3]), "equally many.*10, 3"),
-        ((x[:0], y[:0]), "no images.*0 of them"),
+        ((x, Y[:3]), "equally many.*10, 3"),
+        ((x[:0], Y[:0]), "no images.*0 of them"),
     ):
         for method in (model.fit, model.evaluate):
             with pytest.raises(ValueError, match=message):
@@ -182,28 +179,28 @@ def test_batches_that_do_not_fit_together(model, x):
 
 def test_numbers_that_destroy_a_model(model, x):
     """One NaN among the images, and all weights would be NaN."""
-    before, y = [to_numpy(w) for w in model.weights], tiny.labels(NUM_IMAGES)
+    before = [to_numpy(w) for w in model.weights]
     wrong = x.copy()
     wrong[1, 1, 2, 0] = np.nan
     for method in (model.fit, model.evaluate):
         with pytest.raises(ValueError, match="finite.*first in image 1 of 10"):
-            method(wrong, y, verbose=0)
+            method(wrong, Y, verbose=0)
         with pytest.raises(ValueError, match="finite.*first in image 1 of 4"):
-            method(batches(wrong, y), verbose=0)
+            method(batches(wrong, Y), verbose=0)
     assert_same_weights(model, before)
 
 
 def test_numbers_of_half_precision(model, x):
     """bfloat16 is of no kind that NumPy has a letter for."""
-    y, wrong = tiny.labels(NUM_IMAGES), x.astype(ml_dtypes.bfloat16)
-    model.evaluate(wrong, y, verbose=0)
+    wrong = x.astype(ml_dtypes.bfloat16)
+    model.evaluate(wrong, Y, verbose=0)
     wrong[2, 1, 1, 0] = np.inf
     with pytest.raises(ValueError, match="finite.*first in image 2 of 10"):
-        model.evaluate(wrong, y, verbose=0)
+        model.evaluate(wrong, Y, verbose=0)
 
 
 def test_weights_that_are_refused(model, x):
-    y, ones = tiny.labels(NUM_IMAGES), np.ones(NUM_IMAGES)
+    ones = np.ones(NUM_IMAGES)
     for weight, message in (
         (ones[:9], "equally many.*10, 10, 9"),
         (np.ones((NUM_IMAGES, 3)), r"of shape \(N,\).*\(10, 3\)"),
@@ -212,11 +209,11 @@ def test_weights_that_are_refused(model, x):
     ):
         for method in (model.fit, model.evaluate):
             with pytest.raises(ValueError, match=message):
-                method(x, y, sample_weight=weight, verbose=0)
+                method(x, Y, sample_weight=weight, verbose=0)
             with pytest.raises(ValueError, match=message):
-                method(iter([(x, y, weight)]), verbose=0)
+                method(iter([(x, Y, weight)]), verbose=0)
     for weight in ([1.0, 2.0], {"0": 1.0}, {3: 1.0}, {-1: 1.0}, {0: None}, 2.0):
-        for source in ((x, y), (dataset(x, y),), (loader(x, y),)):
+        for source in ((x, Y), (dataset(x, Y),), (loader(x, Y),)):
             with pytest.raises(ValueError, match="dict from classes.*from 0 to 2"):
                 model.fit(*source, class_weight=weight, verbose=0)
 
@@ -224,7 +221,7 @@ def test_weights_that_are_refused(model, x):
 def test_labels_of_other_losses(x):
     model = tiny.classifier(**tiny.DENSE)
     model.compile(keras.optimizers.SGD(0.0), loss="categorical_crossentropy")
-    one_hot = np.eye(tiny.NUM_CLASSES)[tiny.labels(NUM_IMAGES)]
+    one_hot = np.eye(tiny.NUM_CLASSES)[Y]
     model.fit(x, one_hot, verbose=0)
     one_hot[3, 1] = np.nan
     for source in ((x, one_hot), (batches(x, one_hot),)):
@@ -234,21 +231,21 @@ def test_labels_of_other_losses(x):
 
 def test_labels_that_are_no_classes(model, x):
     for wrong in (0.5, tiny.NUM_CLASSES, -1, np.nan):
-        y = tiny.labels(NUM_IMAGES).astype("float32")
+        y = Y.astype("float32")
         y[4] = wrong
         for method in (model.fit, model.evaluate):
             with pytest.raises(ValueError, match=rf"from 0 to 2.*with \[{wrong}"):
                 method(x, y, verbose=0)
     with pytest.raises(ValueError, match="labels of dtype object"):
         model.fit(x, ["cat"] * NUM_IMAGES, verbose=0)
-    one_hot = np.eye(tiny.NUM_CLASSES)[tiny.labels(NUM_IMAGES)]
+    one_hot = np.eye(tiny.NUM_CLASSES)[Y]
     with pytest.raises(ValueError, match=r"labels of shape \(.*, 3\).*One-hot"):
         model.fit(x, one_hot, verbose=0)
-    columns = tiny.labels(NUM_IMAGES)[:, None]
+    columns = Y[:, None]
     for source in ((x, columns), (dataset(x, columns),), (batches(x, columns),)):
         model.evaluate(*source, verbose=0)
     # Whole numbers are, whatever their dtype.
-    model.evaluate(x, tiny.labels(NUM_IMAGES).astype("float64"), verbose=0)
+    model.evaluate(x, Y.astype("float64"), verbose=0)
 
 
 def test_sizes_of_batches(model, pair_model, x):
@@ -365,14 +362,13 @@ TOLD = {"tf.data": 3, "PyDataset": 3, "PyDataset with workers": 3, "DataLoader":
 
 @pytest.mark.parametrize("kind", SOURCES)
 def test_sources_of_batches(model, x, expected, kind):
-    y = tiny.labels(NUM_IMAGES)
     make = SOURCES[kind]
-    assert_close(tiny.predict(model, make(x, y)), expected)
-    results = model.evaluate(x, y, batch_size=BATCH, verbose=0)
-    assert_close(model.evaluate(make(x, y), verbose=0), results)
+    assert_close(tiny.predict(model, make(x, Y)), expected)
+    results = model.evaluate(x, Y, batch_size=BATCH, verbose=0)
+    assert_close(model.evaluate(make(x, Y), verbose=0), results)
     steps = Steps()
     history = model.fit(
-        make(x, y), validation_data=make(x, y), callbacks=[steps], verbose=0
+        make(x, Y), validation_data=make(x, Y), callbacks=[steps], verbose=0
     ).history
     assert_close([history["loss"][0], history["val_loss"][0]], [results[0]] * 2)
     assert steps.told == TOLD.get(kind, steps.told)
@@ -393,22 +389,21 @@ class Steps(keras.callbacks.Callback):
 
 @pytest.mark.parametrize("kind", ["PyDataset", "PyDataset with workers", "DataLoader"])
 def test_epochs_of_batches(model, x, kind):
-    y, steps = tiny.labels(NUM_IMAGES), Steps()
-    source = SOURCES[kind](x, y)
-    model.fit(source, validation_data=(x, y), epochs=3, callbacks=[steps], verbose=0)
+    steps = Steps()
+    source = SOURCES[kind](x, Y)
+    model.fit(source, validation_data=(x, Y), epochs=3, callbacks=[steps], verbose=0)
     assert steps.num_batches == 3 * 3
     if isinstance(source, Sequence):
         assert source.num_epochs >= 3
 
 
 def test_a_generator_is_used_up(model, x):
-    y = tiny.labels(NUM_IMAGES)
     with pytest.raises(Exception, match="gives its batches once.*steps_per_epoch"):
-        model.fit(batches(x, y), epochs=2, verbose=0)
+        model.fit(batches(x, Y), epochs=2, verbose=0)
 
     def forever():
         while True:
-            yield from batches(x, y)
+            yield from batches(x, Y)
 
     steps = Steps()
     model.fit(forever(), steps_per_epoch=4, epochs=2, callbacks=[steps], verbose=0)
@@ -425,22 +420,20 @@ def test_batches_of_pictures_and_of_images_alone(model, x, expected):
 
 
 def test_class_weight(model, x):
-    y = tiny.labels(NUM_IMAGES)
     weight = {0: 2.0, 1: 0.5, 2: 1.0}
     losses = [
         model.fit(source, class_weight=weight, verbose=0).history["loss"][0]
-        for source in (dataset(x, y), loader(x, y), batches(x, y))
+        for source in (dataset(x, Y), loader(x, Y), batches(x, Y))
     ]
     np.testing.assert_allclose(losses, losses[0], rtol=1e-5)
-    weighted = ((*batch, np.ones(len(batch[1]))) for batch in batches(x, y))
+    weighted = ((*batch, np.ones(len(batch[1]))) for batch in batches(x, Y))
     with pytest.raises(Exception, match="weights of their own.*Leave"):
         model.fit(weighted, class_weight=weight, verbose=0)
 
 
 def test_batches_are_given_whole(model, x):
-    y = tiny.labels(NUM_IMAGES)
-    for source in (dataset(x, y), loader(x, y)):
-        for extra in ({"y": y}, {"batch_size": 4}, {"sample_weight": y}):
+    for source in (dataset(x, Y), loader(x, Y)):
+        for extra in ({"y": Y}, {"batch_size": 4}, {"sample_weight": Y}):
             message = f"together with {next(iter(extra))}"
             for method in (model.fit, model.evaluate):
                 with pytest.raises(ValueError, match=message):
@@ -450,20 +443,18 @@ def test_batches_are_given_whole(model, x):
 
 
 def test_wrong_batches(model, x):
-    y = tiny.labels(NUM_IMAGES)
     with pytest.raises(ValueError, match=r"\(8, 8, 3\).*dataset.batch"):
-        model.fit(dataset(x, y).unbatch(), verbose=0)
+        model.fit(dataset(x, Y).unbatch(), verbose=0)
     weights = model.get_weights()
     for method in (model.fit, model.evaluate):
         with pytest.raises(ValueError, match="channels last"):
-            method(loader(np.moveaxis(x, -1, 1), y), verbose=0)
+            method(loader(np.moveaxis(x, -1, 1), Y), verbose=0)
     assert_same_weights(model, weights)
 
 
 def test_validation_split(model, x):
-    y = tiny.labels(NUM_IMAGES)
-    history = model.fit(x, y, validation_split=0.4, verbose=0).history
-    results = model.evaluate(x[6:], y[6:], verbose=0)
+    history = model.fit(x, Y, validation_split=0.4, verbose=0).history
+    results = model.evaluate(x[6:], Y[6:], verbose=0)
     assert_close(history["val_loss"][0], results[0])
 
 

@@ -12,10 +12,12 @@ from keras_softmoe import layers
 from tests.skips import only_on
 from tests.support import tiny
 from tests.support.close import assert_near
+from tests.support.layer_checks import assert_same_weights
 from tests.support.processes import ROOT
 from tests.support.references import to_numpy
 
 BATCH = 4
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 SMALL = {"num_layers": 1, "moe_layers": (0,)}
 SPARSE = {"router": tiny.SPARSE, "group_images": 2}
 pytestmark = [tiny.FITTING, tiny.LOADING]
@@ -41,12 +43,6 @@ def data(num_images=2 * BATCH):
 def fit(model, num_images=2 * BATCH, **kwargs):
     kwargs = {"shuffle": False, "batch_size": BATCH, "verbose": 0, **kwargs}
     return model.fit(*data(num_images), **kwargs).history["loss"]
-
-
-def assert_equal_weights(model, expected, rtol=1e-4, atol=1e-5):
-    for weight, other in zip(model.weights, expected, strict=True):
-        other, weight = to_numpy(other), to_numpy(weight)
-        assert_near(weight, other, rtol=rtol, atol=atol)
 
 
 def values(model):
@@ -229,7 +225,7 @@ def test_backup_and_restore(tmp_path):
     model = classifier(momentum())
     rest = fit(model, epochs=3, callbacks=[backup])
     np.testing.assert_allclose(rest, losses[2:], rtol=1e-4)
-    assert_equal_weights(model, expected.weights)
+    assert_same_weights(model, expected, **CLOSE)
 
 
 @pytest.mark.parametrize("name", ["{epoch}.keras", "{epoch}.weights.h5"])
@@ -258,7 +254,7 @@ def test_averages():
     fit(model, BATCH, epochs=2)
     # The first step is where the average begins.
     averages = [0.75 * a + 0.25 * b for a, b in zip(*steps, strict=True)]
-    assert_equal_weights(model, averages)
+    assert_same_weights(model, averages, **CLOSE)
 
 
 def test_gradient_accumulation():
@@ -269,9 +265,9 @@ def test_gradient_accumulation():
     model = classifier(optimizer)
     x, y = data(2 * BATCH)
     model.train_on_batch(x[:BATCH], y[:BATCH])
-    assert_equal_weights(model, before)
+    assert_same_weights(model, before, **CLOSE)
     model.train_on_batch(x[BATCH:], y[BATCH:])
-    assert_equal_weights(model, expected.weights)
+    assert_same_weights(model, expected, **CLOSE)
 
 
 @pytest.mark.parametrize("is_global", [True, False])

@@ -16,7 +16,7 @@ from keras_softmoe.catalogue import lookup
 from keras_softmoe.ops.position import resample_position_grid
 from tests.support import tiny
 from tests.support.close import assert_near
-from tests.support.layer_checks import randomize
+from tests.support.layer_checks import assert_same_weights, randomize
 from tests.support.references import to_numpy
 
 pytestmark = tiny.FITTING
@@ -35,11 +35,6 @@ def save(model, tmp_path, name="preset"):
     path = tmp_path / name
     model.save_to_preset(str(path))
     return str(path)
-
-
-def assert_equal_weights(one, other):
-    for actual, expected in zip(one.get_weights(), other.get_weights(), strict=True):
-        np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.parametrize("kind", ["soft", "sparse", "dense"])
@@ -62,7 +57,7 @@ def test_predictions_survive(tmp_path, kind):
         revived = cls.from_preset(path)
         assert type(revived) is models.ViTMoEBackbone
         assert revived.get_config() == model.backbone.get_config()
-        assert_equal_weights(revived, model.backbone)
+        assert_same_weights(revived, model.backbone)
 
 
 def test_metadata(tmp_path):
@@ -122,7 +117,7 @@ def test_by_name(tmp_path, monkeypatch):
     model = tiny.classifier()
     save(model, tmp_path, "tiny_preset")
     revived = models.ViTMoEImageClassifier.from_preset("tiny_preset")
-    assert_equal_weights(revived, model)
+    assert_same_weights(revived, model)
     preprocessor = models.ViTMoEImageClassifierPreprocessor.from_preset("tiny_preset")
     converter = models.ViTMoEImageConverter.from_preset("tiny_preset")
     for each in (preprocessor.image_converter, converter):
@@ -168,7 +163,7 @@ def test_what_will_be_loaded_is_not_drawn(tmp_path, monkeypatch):
     for cls in (keras.initializers.VarianceScaling, keras.initializers.RandomNormal):
         monkeypatch.setattr(cls, "__call__", draw)
     revived = models.ViTMoEImageClassifier.from_preset(path)
-    assert_equal_weights(revived, model)
+    assert_same_weights(revived, model)
     for build in (
         lambda: models.ViTMoEImageClassifier.from_preset(path, load_weights=False),
         lambda: dense.build((None, 2)),
@@ -183,7 +178,7 @@ def test_other_number_of_classes(tmp_path):
         save(model, tmp_path), num_classes=7
     )
     assert tiny.predict(revived, tiny.pixels(2)).shape == (2, 7)
-    assert_equal_weights(revived.backbone, model.backbone)
+    assert_same_weights(revived.backbone, model.backbone)
 
 
 @pytest.mark.parametrize("pooling", ["token", "gap"])
@@ -233,7 +228,7 @@ def test_other_resolution_without_learned_positions(tmp_path):
     model = tiny.backbone(position_embedding="sincos2d")
     path = save(model, tmp_path)
     larger = models.ViTMoEBackbone.from_preset(path, image_shape=(12, 12, 3))
-    assert_equal_weights(larger, model)
+    assert_same_weights(larger, model)
     x = tiny.images(2, (12, 12, 3))
     assert larger(x)["sequence_output"].shape == (2, 10, 8)
 
@@ -259,7 +254,7 @@ def test_classifier_on_a_saved_backbone(tmp_path):
     classifier = models.ViTMoEImageClassifier.from_preset(
         path, num_classes=4, preprocessor=None
     )
-    assert_equal_weights(classifier.backbone, model)
+    assert_same_weights(classifier.backbone, model)
 
 
 def test_fine_tuning_and_saving_over(tmp_path):
@@ -269,7 +264,7 @@ def test_fine_tuning_and_saving_over(tmp_path):
     model.fit(tiny.pixels(8), np.arange(8) % 4, batch_size=4, verbose=0)
     save(model, tmp_path)
     revived = models.ViTMoEImageClassifier.from_preset(path)
-    assert_equal_weights(revived, model)
+    assert_same_weights(revived, model)
     # What others put there stays, and nothing is left of the writing.
     assert (tmp_path / "preset" / "README.md").read_text() == "the card"
     assert [entry.name for entry in tmp_path.iterdir()] == ["preset"]
@@ -296,7 +291,7 @@ def test_several_files_of_weights(tmp_path):
         several = len(list(path.glob("model*.weights.h5"))) > 1
         assert several == (max_shard_size < 1)
         revived = models.ViTMoEBackbone.from_preset(str(path))
-        assert_equal_weights(revived, model)
+        assert_same_weights(revived, model)
 
 
 def test_global_policy_at_loading(tmp_path):

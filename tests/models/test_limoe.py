@@ -9,19 +9,12 @@ from keras_softmoe.layers.pooling import TEXT_POOLINGS
 from tests.support import tiny, tiny_limoe
 from tests.support.close import assert_near
 from tests.support.gradients import recorded
-from tests.support.layer_checks import assert_same_weights, dtype_of
-from tests.support.references import to_numpy
+from tests.support.layer_checks import assert_same_weights, dtype_of, from_preset
+from tests.support.references import assert_each_near, to_numpy
 from tests.support.tiny_limoe import AMPLE, BATCH, LENGTH, NUM_PATCHES, as_numpy, pairs
 
 WIDTH, EMBEDDING_DIM = 8, 6
 EMBEDDINGS = {"image": "image_embedding", "text": "text_embedding"}
-
-
-def assert_close(actual, expected, tolerance=1e-5):
-    for name, value in expected.items():
-        assert_near(
-            to_numpy(actual[name]), value, rtol=tolerance, atol=tolerance, err_msg=name
-        )
 
 
 @pytest.mark.parametrize("index", range(len(TEXT_POOLINGS)))
@@ -50,7 +43,7 @@ def test_embeddings_are_pooled_projected_and_normalized(index):
         (kernel,) = model.get_layer(f"{modality}_projection").weights
         projected = pooled @ to_numpy(kernel)
         expected = projected / np.linalg.norm(projected, axis=-1, keepdims=True)
-        assert_close(outputs, {EMBEDDINGS[modality]: expected})
+        assert_each_near(outputs, {EMBEDDINGS[modality]: expected})
         assert outputs[EMBEDDINGS[modality]].shape == (BATCH, EMBEDDING_DIM)
 
 
@@ -92,7 +85,9 @@ def test_dense_twin():
     # Blocks are shared, but nobody attends to the other modality.
     expected = as_numpy(model(pairs()))
     changed = as_numpy(model({**pairs(), "token_ids": tiny_limoe.token_ids(seed=1)}))
-    assert_close(changed, {k: v for k, v in expected.items() if "image" in k}, 1e-6)
+    assert_each_near(
+        changed, {k: v for k, v in expected.items() if "image" in k}, 1e-6, 1e-6
+    )
 
 
 @pytest.mark.parametrize("changed, other", [("text", "image"), ("image", "text")])
@@ -102,7 +97,7 @@ def test_no_leakage(changed, other):
     model = tiny_limoe.backbone(router=AMPLE)
     before, after = as_numpy(model(pairs())), as_numpy(model(changed_pairs))
     same = [f"{other}_sequence_output", EMBEDDINGS[other]]
-    assert_close(after, {name: before[name] for name in same}, 1e-6)
+    assert_each_near(after, {name: before[name] for name in same}, 1e-6, 1e-6)
     difference = after[EMBEDDINGS[changed]] - before[EMBEDDINGS[changed]]
     assert np.abs(difference).max() > 1e-2
 
@@ -135,14 +130,14 @@ def test_any_batch_size():
     x = pairs()
     expected = as_numpy(model(x))
     # A full group and half a group; a batch of one.
-    assert_close(tiny.predict(model, x, batch_size=2), expected)
+    assert_each_near(tiny.predict(model, x, batch_size=2), expected)
 
 
 def test_whole_batch_is_one_group():
     # Its size is known when traced, so full batches work on every backend.
     model = tiny_limoe.backbone(router=AMPLE, group_images=None)
     expected = tiny_limoe.backbone(router=AMPLE)(pairs())
-    assert_close(tiny.predict(model, pairs(), batch_size=BATCH), as_numpy(expected))
+    assert_each_near(tiny.predict(model, pairs(), batch_size=BATCH), as_numpy(expected))
 
 
 def test_route():
@@ -209,24 +204,15 @@ def test_mixed_precision():
 def test_configuration_round_trip():
     model = tiny_limoe.backbone(
         patch_size=(4, 2),
-        moe_layers=(1,),
         router=tiny_limoe.ROUTER,
         embedding_dim=5,
         image_pooling="map",
         text_pooling="last",
         logit_scale=3.0,
         logit_bias=-2.0,
-        use_qk_norm=True,
-        dropout_rate=0.1,
-        group_images=3,
-        dispatcher="einsum",
-        equal_experts=True,
-        expert_dropout_rate=0.2,
-        remat_experts=True,
-        dispatch_dtype="bfloat16",
-        dtype="mixed_bfloat16",
         name="other",
         trainable=False,
+        **tiny.UNUSUAL,
     )
     revived = models.LIMoEBackbone.from_config(model.get_config())
     assert revived.get_config() == model.get_config()
@@ -244,8 +230,7 @@ def test_configuration_round_trip():
 def test_preset(tmp_path):
     model = tiny_limoe.backbone(image_pooling="map", logit_bias=-1.0)
     path = str(tmp_path / "preset")
-    model.save_to_preset(path)
-    revived = models.LIMoEBackbone.from_preset(path)
+    revived = from_preset(model, path)
     assert revived.get_config() == model.get_config()
     assert_same_weights(revived, model)
     # For larger images the positions of patches are resampled, and nothing else.

@@ -7,7 +7,7 @@ import pytest
 from keras_softmoe import models, routers
 from tests.support import tiny, tiny_limoe
 from tests.support.close import assert_near
-from tests.support.layer_checks import assert_same_weights
+from tests.support.layer_checks import assert_same_weights, from_preset
 from tests.support.references import to_numpy
 
 pytestmark = tiny.FITTING
@@ -232,17 +232,13 @@ def test_from_preset(tmp_path):
             actual = to_numpy(revived(tiny.images(4)))
             assert_near(actual, expected, rtol=1e-5, atol=1e-6)
     # What a model has been set to is saved with it.
-    revived.save_to_preset(str(tmp_path / "changed"))
-    changed = models.ViTMoEBackbone.from_preset(str(tmp_path / "changed"))
+    changed = from_preset(revived, tmp_path / "changed")
     assert settings.items() <= changed.router.get_config().items()
 
 
 def test_expert_dropout_at_load(tmp_path):
     model = tiny.classifier(**MOE)
-    model.save_to_preset(str(tmp_path / "preset"))
-    revived = models.ViTMoEImageClassifier.from_preset(
-        str(tmp_path / "preset"), expert_dropout_rate=0.1
-    )
+    revived = from_preset(model, tmp_path, expert_dropout_rate=0.1)
     assert revived.backbone.expert_dropout_rate == 0.1
     assert_same_weights(revived, model)
 

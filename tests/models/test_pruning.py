@@ -17,14 +17,9 @@ KEPT = {1: (1, 4), 3: (0, 3)}
 
 def backbone(**router):
     model = models.LIMoEBackbone(
-        image_shape=(8, 8, 3),
-        patch_size=4,
+        **{**tiny.SIZES, "num_layers": 4},
         vocabulary_size=20,
         sequence_length=5,
-        num_layers=4,
-        num_heads=2,
-        hidden_dim=8,
-        mlp_dim=12,
         moe_layers=(1, 3),
         router=routers.LIMoERouter(NUM_EXPERTS, **router),
         embedding_dim=6,

@@ -13,8 +13,8 @@ from keras_softmoe import layers, models, ops, routers
 from tests.skips import only_on
 from tests.support import tiny, tiny_limoe
 from tests.support.close import assert_near
-from tests.support.layer_checks import flags, randomize
-from tests.support.references import to_numpy
+from tests.support.layer_checks import flags, randomize, reloaded
+from tests.support.references import assert_all_equal, to_numpy
 
 pytestmark = [tiny.FITTING, tiny.LOADING]
 # Quiet, so that two trainings are the same one.
@@ -156,9 +156,7 @@ def test_files_keep_what_is_frozen(freeze, tmp_path):
     backbone = models.ViTMoEBackbone.from_preset(str(tmp_path / "preset"))
     assert flags(revived) == flags(preset) == flags(model)
     assert flags(backbone) == flags(model.backbone)
-    variables = [m.optimizer.variables for m in (revived, model)]
-    for one, other in zip(*variables, strict=True):
-        np.testing.assert_array_equal(to_numpy(one), to_numpy(other))
+    assert_all_equal(revived.optimizer.variables, model.optimizer.variables)
 
 
 def test_training_goes_on_from_a_file(tmp_path):
@@ -169,12 +167,10 @@ def test_training_goes_on_from_a_file(tmp_path):
     before = [to_numpy(weight).copy() for weight in frozen]
     model.compile(keras.optimizers.Adam(0.01), metrics=[])
     fit(model)
-    model.save(tmp_path / "model.keras")
-    revived = keras.saving.load_model(tmp_path / "model.keras")
+    revived = reloaded(model, tmp_path)
     np.testing.assert_allclose(fit(revived), fit(model), rtol=1e-5)
     assert len(frozen) > 8
-    for weight, old in zip(frozen, before, strict=True):
-        np.testing.assert_array_equal(to_numpy(weight), old, err_msg=weight.path)
+    assert_all_equal(frozen, before)
 
 
 def test_presets_may_be_loaded_frozen(tmp_path):

@@ -11,7 +11,7 @@ from keras_softmoe import models, ops, routers
 from keras_softmoe.layers.pooling import TEXT_POOLINGS
 from tests.support import tiny, tiny_limoe
 from tests.support.close import assert_near
-from tests.support.layer_checks import assert_same_weights, randomize
+from tests.support.layer_checks import assert_same_weights, from_preset, randomize
 from tests.support.references import to_numpy
 from tests.support.tiny_limoe import BATCH, LENGTH, VOCABULARY_SIZE, as_numpy, pairs
 
@@ -23,17 +23,9 @@ QUIET = routers.SoftmaxTokenChoiceRouter(4, noise_std=0.0, losses=IMPORTANCE)
 
 
 def text_tower(**overrides):
-    model = models.TextMoEBackbone(
-        **{
-            "vocabulary_size": VOCABULARY_SIZE,
-            "sequence_length": LENGTH,
-            "num_layers": 1,
-            "num_heads": 2,
-            "hidden_dim": WIDTH,
-            "mlp_dim": 12,
-            **overrides,
-        }
-    )
+    arguments = {**tiny.SIZES_OF_BLOCKS, "num_layers": 1, **overrides}
+    sizes = {"vocabulary_size": VOCABULARY_SIZE, "sequence_length": LENGTH}
+    model = models.TextMoEBackbone(**{**sizes, **arguments})
     randomize(model)
     return model
 
@@ -76,26 +68,11 @@ def test_text_tower(pooling):
 
 
 def test_text_tower_configuration(tmp_path):
-    model = text_tower(
-        num_layers=2,
-        moe_layers=(1,),
-        router=NOISY,
-        pooling="map",
-        use_qk_norm=True,
-        dropout_rate=0.1,
-        group_images=3,
-        dispatcher="einsum",
-        equal_experts=True,
-        expert_dropout_rate=0.2,
-        remat_experts=True,
-        dispatch_dtype="bfloat16",
-        dtype="mixed_bfloat16",
-        name="text",
-    )
+    arguments = {"num_layers": 2, "router": NOISY, "pooling": "map", "name": "text"}
+    model = text_tower(**tiny.UNUSUAL, **arguments)
     revived = models.TextMoEBackbone.from_config(model.get_config())
     assert revived.get_config() == model.get_config()
-    model.save_to_preset(str(tmp_path))
-    revived = models.TextMoEBackbone.from_preset(str(tmp_path), priority="max")
+    revived = from_preset(model, tmp_path, priority="max")
     assert revived.router.priority == "max"
     assert_same_weights(revived, model)
 
@@ -208,8 +185,7 @@ def test_preset(tmp_path, freeze_image):
         backbone, tiny_limoe.preprocessor(models.TwoTowerPreprocessor)
     )
     path = str(tmp_path / "preset")
-    model.save_to_preset(path)
-    revived = models.TwoTowerContrastive.from_preset(path)
+    revived = from_preset(model, path)
     assert type(revived.preprocessor) is models.TwoTowerPreprocessor
     assert revived.backbone.get_config() == backbone.get_config()
     expected, actual = as_numpy(model(pairs())), as_numpy(revived(pairs()))

@@ -188,18 +188,12 @@ def test_global_policy():
 def test_configuration_round_trip():
     model = tiny.backbone(
         patch_size=(4, 2),
-        moe_layers=(0,),
         router=tiny.SPARSE,
         pooling="map",
         position_embedding="none",
-        use_qk_norm=True,
         representation_dim=6,
-        dropout_rate=0.1,
-        group_images=3,
-        dispatcher="einsum",
-        equal_experts=True,
-        dtype="mixed_bfloat16",
         name="other",
+        **tiny.UNUSUAL,
     )
     model.trainable = False
     revived = models.ViTMoEBackbone.from_config(model.get_config())

@@ -5,7 +5,7 @@ import pytest
 
 from keras_softmoe import converters, models, routers
 from tests.support import tiny
-from tests.support.layer_checks import randomize
+from tests.support.layer_checks import assert_same_weights, randomize
 from tests.support.references import to_numpy
 
 MODELS = {
@@ -52,8 +52,7 @@ def test_there_and_back(name):
     assert all(isinstance(value, np.ndarray) for value in params.values())
     assert len(params) == len(first.weights)
     converters.load_vmoe_params(second, params)
-    for one, other in zip(second.weights, first.weights, strict=True):
-        np.testing.assert_array_equal(to_numpy(one), to_numpy(other), one.path)
+    assert_same_weights(second, first)
 
 
 def test_names_and_shapes():
@@ -121,8 +120,7 @@ def test_leading_params_is_ignored():
     randomize(second, seed=1)
     params = converters.to_vmoe_params(first)
     converters.load_vmoe_params(second, {f"params/{n}": v for n, v in params.items()})
-    for one, other in zip(second.get_weights(), first.get_weights(), strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_same_weights(second, first)
 
 
 def test_one_error_lists_all_that_does_not_fit():
@@ -147,8 +145,7 @@ def test_one_error_lists_all_that_does_not_fit():
     ]
     assert "is (3, 12)" in lines[2] and lines[2].endswith("takes (4, 12)")
     assert "(1, 1, 8)" in lines[1] and "class_token" in lines[1]
-    for weight, old in zip(model.get_weights(), before, strict=True):
-        np.testing.assert_array_equal(weight, old)
+    assert_same_weights(model, before)
 
 
 def test_kernel_of_another_layout_is_refused():

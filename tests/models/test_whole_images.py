@@ -9,16 +9,12 @@ import pytest
 
 from keras_softmoe import analysis, converters, evaluation, routers
 from tests.support import close, families
-from tests.support.families import FAMILIES, inputs_of
+from tests.support.families import FAMILIES, ROUTER, inputs_of
 from tests.support.references import to_numpy
 
 # Products of the MLPs of MiT: 64 tokens of width 8 and 16 of width 16, four times as
 # many hidden units, 3 x 3 weights for each
 _OF_MIT = 64 * 32 * (2 * 8 + 9) + 16 * 64 * (2 * 16 + 9)
-# With room for all choices
-ROUTER = routers.SoftmaxTokenChoiceRouter(
-    4, num_selected_experts=2, capacity_factor=None, normalize_gates=True
-)
 
 
 def difference(dense, sparse, x):

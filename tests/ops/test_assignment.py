@@ -10,18 +10,16 @@ from keras_softmoe import ops
 from keras_softmoe.ops import assignment
 from keras_softmoe.ops.assignment import PRIORITIES
 from tests.support import cases, twins
-from tests.support.references import to_numpy
+from tests.support.references import assert_all_equal, to_numpy
 
 CAPACITIES = [1, 3]
 
 
 def assert_same_slots(actual, expected):
     token, filled = map(to_numpy, actual)
-    expected_token, expected_filled = expected
     assert token.dtype == np.int32 and filled.dtype == np.bool_
-    np.testing.assert_array_equal(filled, expected_filled)
     # An empty slot holds token 0, so the whole array is defined.
-    np.testing.assert_array_equal(token, expected_token)
+    assert_all_equal((token, filled), expected)
 
 
 @given(

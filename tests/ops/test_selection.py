@@ -13,7 +13,7 @@ from tests.skips import only_on
 from tests.support import twins
 from tests.support.close import assert_near
 from tests.support.gradients import value_and_gradients
-from tests.support.references import to_numpy
+from tests.support.references import assert_all_equal, to_numpy
 
 SHAPE = (2, 6, 4)
 VALID = np.array([[True, False, True, True, False, True], [False] * 2 + [True] * 4])
@@ -105,8 +105,7 @@ def test_assignments(name, padding):
     zeros = np.where(VALID[..., None], x, np.float32(0))
     x[~VALID] = PADDING[padding]
     expected = ASSIGNMENTS[name](zeros, VALID)
-    for found, wanted in zip(ASSIGNMENTS[name](x, VALID), expected, strict=True):
-        np.testing.assert_array_equal(to_numpy(found), to_numpy(wanted))
+    assert_all_equal(ASSIGNMENTS[name](x, VALID), expected)
 
 
 @pytest.mark.parametrize("priority", ["max", "pair"])
@@ -118,9 +117,7 @@ def test_order_of_many_tokens(priority):
     zeros = np.where(valid[..., None], x, np.float32(0))
     expected = twins.token_choice(zeros, 1, 30, priority, valid)
     x[~valid] = np.nan
-    found = ops.token_choice(x, 1, 30, priority, valid)
-    for actual, wanted in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(to_numpy(actual), wanted)
+    assert_all_equal(ops.token_choice(x, 1, 30, priority, valid), expected)
 
 
 def expected(shape, calls):

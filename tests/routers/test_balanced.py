@@ -7,7 +7,8 @@ import pytest
 from keras_softmoe import layers, ops, routers
 from tests.support import cases, tiny, twins
 from tests.support.close import assert_near
-from tests.support.references import to_numpy
+from tests.support.layer_checks import reloaded
+from tests.support.references import assert_all_equal, to_numpy
 from tests.support.sparse_routers import WIDTH, call_in_training
 
 RATE = 0.1
@@ -45,8 +46,7 @@ def test_the_bias_is_its_twins(score):
             np.where(valid[..., None], tokens, 7), valid
         )
         seats = twins.token_choice(scores, 2, token.shape[-1], "sum", valid, bias=bias)
-        np.testing.assert_array_equal(filled, seats[1])
-        np.testing.assert_array_equal(token, seats[0])
+        assert_all_equal((token, filled), seats)
         np.testing.assert_allclose(gate, twins.gates(scores, token, filled), rtol=2e-5)
         for key, expected in (("probabilities", scores), ("selection", scores + bias)):
             assert_near(summary[key][valid], expected[valid], atol=2e-5)
@@ -59,28 +59,26 @@ def test_the_bias_is_its_twins(score):
 
 def test_the_bias_changes_what_is_chosen_and_nothing_else():
     """Order of choices, priorities and gates are by the score, also of all choices."""
-    tokens = cases.array("normal", (2, 8, WIDTH), 0)
     for priority in ("max", "pair", "position"):
         router = balanced(num_selected_experts=3, priority=priority)
         router.bias.assign([0.0, 0.9, 0.3, -0.4])
-        scores = scores_twin(router, tokens)
-        routing = router(tokens).routing
+        scores = scores_twin(router, cases.TOKENS)
+        routing = router(cases.TOKENS).routing
         seats = twins.token_choice(
             scores, 3, routing.token.shape[-1], priority, bias=to_numpy(router.bias)
         )
         np.testing.assert_array_equal(to_numpy(routing.token), seats[0])
     router = balanced(capacity_factor=None, normalize_gates=True, score="sigmoid")
     router.bias.assign([0.0, 0.9, 0.3, -0.4])
-    routing = router(tokens).routing
+    routing = router(cases.TOKENS).routing
     expert, gate = to_numpy(routing.expert), to_numpy(routing.gate)
-    scores = np.take_along_axis(scores_twin(router, tokens), expert, -1)
+    scores = np.take_along_axis(scores_twin(router, cases.TOKENS), expert, -1)
     assert (np.diff(scores, axis=-1) <= 0).all()
     assert (expert == 1).any(-1).mean() > 0.9
     np.testing.assert_allclose(gate, scores / scores.sum(-1, keepdims=True), rtol=2e-5)
 
 
 def test_when_the_bias_stays():
-    tokens = cases.array("normal", (2, 8, WIDTH), 0)
     for settings, training in (
         ({}, False),
         ({"trainable": False}, True),
@@ -89,7 +87,7 @@ def test_when_the_bias_stays():
         ({"random_logits": "permuted"}, True),
     ):
         router = balanced(**settings)
-        router(tokens, training=training)
+        router(cases.TOKENS, training=training)
         assert not to_numpy(router.bias).any(), settings
     # Random routing is even, whatever was learned.
     router = balanced(num_selected_experts=1, random_logits=True, capacity_factor=None)
@@ -175,9 +173,8 @@ def test_losses_of_balanced_routers():
     router = routers.SoftmaxTokenChoiceRouter(
         EXPERTS, score="sigmoid", losses=of_sigmoids
     )
-    tokens = cases.array("normal", (2, 8, WIDTH), 0)
-    logits = to_numpy(router(tokens).summary["logits"])
-    loss = to_numpy(router(tokens).summary["auxiliary_loss"])
+    logits = to_numpy(router(cases.TOKENS).summary["logits"])
+    loss = to_numpy(router(cases.TOKENS).summary["auxiliary_loss"])
     np.testing.assert_allclose(
         loss, twins.importance_loss(1 / (1 + np.exp(-np.float64(logits)))), rtol=1e-4
     )
@@ -209,8 +206,7 @@ def test_bad_settings(settings, received):
 def test_the_rate_may_change():
     router = balanced()
     router.update(bias_update_rate=0.2)
-    tokens = cases.array("normal", (2, 8, WIDTH), 0)
-    router(tokens, training=True)
+    router(cases.TOKENS, training=True)
     assert np.abs(to_numpy(router.bias)).max() == np.float32(0.2)
     plain = routers.SoftmaxTokenChoiceRouter(EXPERTS)
     for changed, rate in ((router, None), (plain, 0.1)):
@@ -236,8 +232,7 @@ def test_the_bias_is_trained_in_a_model_and_saved(tmp_path):
     bias = to_numpy(found.bias)
     assert bias.dtype == "float32"
     assert np.abs(bias).max() == np.float32(RATE) and not to_numpy(found.load).any()
-    model.save(tmp_path / "model.keras")
-    revived = keras.saving.load_model(tmp_path / "model.keras")
+    revived = reloaded(model, tmp_path)
     (again,) = revived.backbone.routers.values()
     np.testing.assert_array_equal(to_numpy(again.bias), bias)
     clone = again.clone("clone")

@@ -9,8 +9,6 @@ from tests.support.close import assert_near
 from tests.support.references import to_numpy
 from tests.support.sparse_routers import SPARSE, WIDTH, build
 
-TOKENS = cases.array("normal", (2, 8, WIDTH), 0)
-
 
 def directions(number):
     """Vectors of length three."""
@@ -19,27 +17,27 @@ def directions(number):
 
 
 def logits(router):
-    return to_numpy(router(TOKENS).summary["logits"]).reshape(2, 8, -1)
+    return to_numpy(router(cases.TOKENS).summary["logits"]).reshape(2, 8, -1)
 
 
 @pytest.mark.parametrize("name", SPARSE)
 def test_sparse(name):
-    router = build(name, 4, WIDTH)
+    router = build(name)
     assert router.num_directions == 4 and not router.normalizes_tokens
     router.set_directions(directions(4))
-    assert_near(logits(router), TOKENS @ directions(4).T, atol=1e-4)
+    assert_near(logits(router), cases.TOKENS @ directions(4).T, atol=1e-4)
 
 
 @pytest.mark.parametrize("normalize", [True, False])
 def test_soft(normalize):
     router = routers.SoftRouter(4, slots_per_expert=2, normalize=normalize)
-    router.build(TOKENS.shape)
+    router.build(cases.TOKENS.shape)
     assert router.num_directions == 8 and router.normalizes_tokens == normalize
     lengths = np.linalg.norm(to_numpy(router.mu), axis=0)
     router.set_directions(directions(8))
-    tokens = TOKENS
+    tokens = cases.TOKENS
     if normalize:
-        tokens = TOKENS / np.linalg.norm(TOKENS, axis=-1, keepdims=True)
+        tokens = tokens / np.linalg.norm(tokens, axis=-1, keepdims=True)
         # As long as new ones, so that a step of training turns them as far.
         given = np.linalg.norm(to_numpy(router.mu), axis=0)
         np.testing.assert_allclose(given, 0.5, rtol=1e-5)
@@ -56,7 +54,7 @@ def test_soft(normalize):
     ids=lambda router: type(router).__name__,
 )
 def test_without_weights(router):
-    router.build(TOKENS.shape)
+    router.build(cases.TOKENS.shape)
     assert router.num_directions == 0
     with pytest.raises(ValueError, match=r"no weights.*of shape \(4, "):
         router.set_directions(directions(4))

@@ -22,8 +22,9 @@ from tests.support.limoe_routers import (
     routed,
     tokens,
 )
-from tests.support.references import to_numpy
+from tests.support.references import assert_all_equal, to_numpy
 
+NOISE = cases.array("normal", (2, NUM_TOKENS, NUM_EXPERTS), 7)
 PRIORITIES = ["sum", "max", "position", "pair", "image_first", "text_first"]
 
 
@@ -39,10 +40,7 @@ KINDS = {
     "local": (about(ops.local_entropy_loss), twin.local),
     "target": (about(ops.target_entropy_loss), twin.target),
     "merged": (about(ops.merged_entropy_loss), twin.merged),
-    "global": (
-        about(ops.global_entropy_loss, soft_minimum=3.9),
-        twin.at_least(3.9),
-    ),
+    "global": (about(ops.global_entropy_loss, soft_minimum=3.9), twin.at_least(3.9)),
 }
 LOSSES = {
     f"{kind}_{modality}": (ours(modality), (theirs, modality))
@@ -94,8 +92,7 @@ def test_router_is_its_twin(form, num_choices, padded):
     seats = twin.token_choice(
         summary["selection"], num_choices, capacity, "sum", NAMES, valid
     )
-    np.testing.assert_array_equal(filled, seats[1])
-    np.testing.assert_array_equal(token, seats[0])
+    assert_all_equal((token, filled), seats)
     assert_near(gate, twins.gates(probabilities, token, filled), rtol=2e-5, atol=2e-5)
     dispatch, _ = twins.to_dense(token, filled, gate, NUM_TOKENS)
     dropped = dispatch.sum((2, 3)) == 0
@@ -128,8 +125,7 @@ def test_queue(priority, num_choices):
     seats = twin.token_choice(
         summary["selection"], num_choices, capacity, priority, NAMES, valid
     )
-    np.testing.assert_array_equal(filled, seats[1])
-    np.testing.assert_array_equal(token, seats[0])
+    assert_all_equal((token, filled), seats)
     assert summary["dropped"].any()
 
 
@@ -194,10 +190,9 @@ def test_losses_are_added_in_training_only():
 
 @pytest.mark.parametrize("form", ["joint", "overlapping"])
 def test_noise(form, set_noise):
-    noise = np.random.default_rng(7).normal(size=(2, NUM_TOKENS, NUM_EXPERTS))
     router = build(noise_std=2.0, losses=routers.classic_losses(), **FORMS[form])
-    undrawn = set_noise(noise.astype("float32"))
-    expected = routed(router, tokens(), None, noise)
+    undrawn = set_noise(NOISE)
+    expected = routed(router, tokens(), None, NOISE)
 
     # Outside training there is no noise, nor a loss about it.
     _, quiet = call(router, tokens())
@@ -218,31 +213,27 @@ def test_noise(form, set_noise):
     assert_near(noisy["probabilities"], probabilities, rtol=2e-5, atol=2e-5)
     assert_near(gate, twins.gates(probabilities, token, filled), rtol=2e-5, atol=2e-5)
     np.testing.assert_allclose(
-        noisy["auxiliary_loss"],
-        twin.auxiliary_loss(CLASSIC, expected, 0.04),
-        rtol=2e-5,
+        noisy["auxiliary_loss"], twin.auxiliary_loss(CLASSIC, expected, 0.04), rtol=2e-5
     )
 
 
 @pytest.mark.parametrize("modality", ["image", "text", None])
 def test_load_loss_of_a_modality(modality, set_noise):
-    noise = np.random.default_rng(7).normal(size=(2, NUM_TOKENS, NUM_EXPERTS))
     router = build(
         noise_std=2.0,
         num_selected_experts=2,
         losses=(routers.RoutingLoss(ops.load_loss, modality),),
         loss_weight=1.0,
     )
-    set_noise(noise.astype("float32"))
+    set_noise(NOISE)
     _, summary = call(router, tokens(), padding(), training=True)
-    expected = twin.load(routed(router, tokens(), padding(), noise), modality)
+    expected = twin.load(routed(router, tokens(), padding(), NOISE), modality)
     np.testing.assert_allclose(summary["auxiliary_loss"], expected, rtol=2e-5)
 
 
 @pytest.mark.parametrize("form", ["joint", "disjoint_per_modality"])
 def test_gradients_of_the_losses(form, set_noise):
-    noise = np.random.default_rng(7).normal(size=(2, NUM_TOKENS, NUM_EXPERTS))
-    set_noise(noise.astype("float32"))
+    set_noise(NOISE)
     router = build(
         num_selected_experts=2,
         noise_std=2.0,
@@ -268,7 +259,7 @@ def test_gradients_of_the_losses(form, set_noise):
 
     def value(steps, shift=0.0):
         moved = {k: v + steps.get(k, 0.0) for k, v in exact.items()}
-        at = routed(router, np.float64(tokens()) + shift, None, noise, values=moved)
+        at = routed(router, np.float64(tokens()) + shift, None, NOISE, values=moved)
         return twin.auxiliary_loss(losses, at, 1.0).mean()
 
     rng = np.random.default_rng(0)
@@ -365,8 +356,7 @@ def test_alone_a_modality_queues_by_position(priority):
     names = ["text"] * NUM_TOKENS
     (token, filled, _), summary = call(router, tokens(), modalities=(("text", 6),))
     seats = twin.token_choice(summary["selection"], 1, 2, "position", names)
-    np.testing.assert_array_equal(filled, seats[1])
-    np.testing.assert_array_equal(token, seats[0])
+    assert_all_equal((token, filled), seats)
 
 
 # === Pruned ===
@@ -395,8 +385,7 @@ def test_pruned_router_predicts_all_experts(form):
     assert (probabilities.sum(-1) < 0.95).any()
     # Twelve tokens for three experts
     seats = twin.token_choice(summary["selection"], 1, 4, "sum", NAMES, padding())
-    np.testing.assert_array_equal(filled, seats[1])
-    np.testing.assert_array_equal(token, seats[0])
+    assert_all_equal((token, filled), seats)
     assert_near(gate, twins.gates(probabilities, token, filled), rtol=2e-5, atol=2e-5)
     np.testing.assert_allclose(
         summary["auxiliary_loss"], twin.local(expected, "text"), rtol=2e-5

@@ -64,10 +64,7 @@ def test_router_is_revived(cls):
     "form, shapes",
     [
         ({}, {"kernel": (4, 4)}),
-        (
-            {"per_modality": True},
-            {"image_kernel": (4, 4), "text_kernel": (4, 4)},
-        ),
+        ({"per_modality": True}, {"image_kernel": (4, 4), "text_kernel": (4, 4)}),
         ({"image_experts": 2, "text_experts": 2}, {"kernel": (4, 4)}),
     ],
 )
@@ -136,10 +133,7 @@ LOAD = [routers.RoutingLoss(ops.load_loss, "text")]
     [
         ({"num_experts": 0}, "positive integer.*num_experts=0"),
         ({"num_selected_experts": 5}, "between 1 and 4.*num_selected_experts=5"),
-        (
-            {"priority": "best"},
-            "'sum'.*'image_first', 'text_first'.*priority='best'",
-        ),
+        ({"priority": "best"}, "'sum'.*'image_first', 'text_first'.*priority='best'"),
         ({"noise_std": 0.0}, r"needs noise.*load_loss.*noise_std=0.0"),
         ({"noise_std": 0.0, "losses": LOAD}, "load_loss.*'text'.*noise_std=0.0"),
         ({"losses": ["entropy"]}, "(?s)RoutingLoss.*losses with .'entropy'"),

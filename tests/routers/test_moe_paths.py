@@ -50,8 +50,7 @@ def dense_routing(decision, num_tokens):
 
 
 @pytest.mark.parametrize(
-    "dispatcher, group_images",
-    [("gather", 1), ("einsum", 2), ("auto", 1), ("auto", 2)],
+    "dispatcher, group_images", [("gather", 1), ("einsum", 2), ("auto", 1), ("auto", 2)]
 )
 @pytest.mark.parametrize("name", ROUTERS)
 def test_layer_is_its_twin(name, dispatcher, group_images):

@@ -14,7 +14,7 @@ from keras_softmoe.layers.pooling import TEXT_POOLINGS, pool
 from keras_softmoe.ops.numbers import Constant, normal_like, uniform
 from tests.support import operators, tiny, tiny_limoe
 from tests.support.processes import Program
-from tests.support.references import to_numpy
+from tests.support.references import assert_all_equal, to_numpy
 
 # Router, training, most operators in a call of `MoE`
 MOST = [
@@ -115,9 +115,7 @@ def test_draws_are_those_of_keras():
             keras.random.normal((2, 3), stddev=0.5, seed=other),
             keras.random.uniform((2, 3), seed=other),
         )
-        for one, two in zip(found, expected, strict=True):
-            np.testing.assert_array_equal(to_numpy(one), to_numpy(two))
-        np.testing.assert_array_equal(to_numpy(seed.state), to_numpy(other.state))
+        assert_all_equal((*found, seed.state), (*expected, other.state))
 
 
 def test_draws_of_a_stateless_call():

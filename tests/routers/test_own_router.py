@@ -9,6 +9,7 @@ from keras_softmoe import layers, routers
 from keras_softmoe.ops import SlotRouting
 from keras_softmoe.ops.assignment import identity
 from tests.support import cases
+from tests.support.layer_checks import reloaded
 from tests.support.references import to_numpy
 
 TOKENS = cases.array("normal", (3, 8, 4), 0)
@@ -51,8 +52,7 @@ def test_learned_router_is_trained_saved_and_loaded(tmp_path):
     model.compile("sgd", "mse")
     model.fit(TOKENS, np.zeros_like(TOKENS), batch_size=3, verbose=0)
     assert np.abs(to_numpy(layer.router.prototypes) - before).max() > 0
-    model.save(tmp_path / "model.keras")
-    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    loaded = reloaded(model, tmp_path)
     assert loaded.layers[1].router.slots == 3
     found = [m.predict(TOKENS, batch_size=3, verbose=0) for m in (model, loaded)]
     np.testing.assert_array_equal(*found)

@@ -7,13 +7,14 @@ import pytest
 from keras_softmoe import ops, routers
 from tests.support import cases, twins
 from tests.support.close import assert_near
-from tests.support.references import to_numpy
+from tests.support.layer_checks import reloaded
+from tests.support.references import assert_all_equal, to_numpy
 from tests.support.sparse_routers import WIDTH, build, call, call_in_training
 
 
 def test_training_and_threshold_are_their_twins():
     """Of a few steps, with padding, a group of padding only, and too few slots."""
-    router = build("expert_race", 4, WIDTH, capacity_factor=1.0, threshold_momentum=0.6)
+    router = build("expert_race", capacity_factor=1.0, threshold_momentum=0.6)
     router.threshold.assign(9.0)  # The first step sets it.
     step, threshold = call_in_training(router), None
     for seed in range(1, 6):
@@ -29,8 +30,7 @@ def test_training_and_threshold_are_their_twins():
         scores = summary["logits"]
         lowest = twins.lowest_winners(scores[groups], 2, valid[groups])
         seats = twins.race(scores[groups], lowest, 4, valid[groups])
-        np.testing.assert_array_equal(filled[groups], seats[1])
-        np.testing.assert_array_equal(token[groups], seats[0])
+        assert_all_equal((token[groups], filled[groups]), seats)
         assert filled.shape[-1] == 4
         assert filled[groups].sum() == filled.sum()
         np.testing.assert_allclose(gate, twins.gates(scores, token, filled), rtol=1e-6)
@@ -48,7 +48,7 @@ def test_training_and_threshold_are_their_twins():
 
 
 def test_without_a_mask_as_many_pairs_win():
-    router = build("expert_race", 4, WIDTH, capacity_factor=None)
+    router = build("expert_race", capacity_factor=None)
     tokens = cases.array("normal", (3, 8, WIDTH), 0)
     _, everything = call(router, tokens, np.ones((3, 8), bool), training=True)
     _, unmasked = call(router, tokens, training=True)
@@ -58,10 +58,10 @@ def test_without_a_mask_as_many_pairs_win():
 
 
 def test_predictions_depend_on_no_other_token():
-    router = build("expert_race", 4, WIDTH, capacity_factor=None)
-    tokens = cases.array("normal", (2, 8, WIDTH), 0)
+    router = build("expert_race", capacity_factor=None)
     taken = []
-    for group in (tokens, tokens[:, :3], np.concatenate([tokens[:, :3]] * 2, 1)):
+    three = cases.TOKENS[:, :3]
+    for group in (cases.TOKENS, three, np.concatenate([three, three], 1)):
         (token, filled, gate), _ = call(router, group)
         dispatch, _ = twins.to_dense(token, filled, gate, group.shape[1])
         taken.append(dispatch.sum(-1)[:, :3])
@@ -71,21 +71,20 @@ def test_predictions_depend_on_no_other_token():
 
 
 def test_when_the_threshold_stays():
-    tokens = cases.array("normal", (2, 8, WIDTH), 0)
     for settings, training in (
         ({}, False),
         ({"trainable": False}, True),
         ({"random_logits": True}, True),
     ):
-        router = build("expert_race", 4, WIDTH, **settings)
+        router = build("expert_race", **settings)
         before = [to_numpy(v) for v in (router.threshold, router.num_thresholds)]
-        router(tokens, training=training)
+        router(cases.TOKENS, training=training)
         after = [to_numpy(v) for v in (router.threshold, router.num_thresholds)]
         assert after == before, settings
     # Noise is not on the scale of the threshold: pairs compete in predictions, too.
-    router = build("expert_race", 4, WIDTH, random_logits=True, capacity_factor=None)
+    router = build("expert_race", random_logits=True, capacity_factor=None)
     router.threshold.assign(50.0)
-    _, summary = call(router, tokens)
+    _, summary = call(router, cases.TOKENS)
     np.testing.assert_array_equal(summary["load"].sum(-1), [16, 16])
 
 
@@ -94,11 +93,10 @@ def test_files_keep_the_threshold(tmp_path):
     inputs = keras.Input((8, WIDTH))
     model = keras.Model(inputs, router(inputs).routing.gate)
     router.threshold.assign(1.5)
-    model.save(tmp_path / "model.keras")
-    revived = keras.saving.load_model(tmp_path / "model.keras", compile=False)
-    tokens = cases.array("normal", (2, 8, WIDTH), 0)
+    revived = reloaded(model, tmp_path, compile=False)
     assert to_numpy(revived.get_layer("router").threshold) == 1.5
-    np.testing.assert_array_equal(to_numpy(revived(tokens)), to_numpy(model(tokens)))
+    found, expected = (to_numpy(m(cases.TOKENS)) for m in (revived, model))
+    np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ from keras import ops
 from keras_softmoe import layers, routers
 from keras_softmoe.ops import SlotRouting
 from tests.support.close import assert_near
+from tests.support.layer_checks import assert_same_weights
+from tests.support.references import assert_each_near
 
 BACKEND = keras.backend.backend()
 DATA = np.random.default_rng(0).normal(size=(3, 16, 8)).astype("float32")
@@ -105,8 +107,7 @@ def test_inside_a_compiled_function():
     assert list(eager) == list(traced)
     for path in eager:
         assert set(eager[path]) == set(traced[path])
-        for name, value in eager[path].items():
-            assert_near(traced[path][name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+        assert_each_near(traced[path], eager[path], rtol=1e-4)
 
 
 def test_around_a_compiled_function_the_scope_says_so():
@@ -123,8 +124,7 @@ def test_around_a_compiled_function_the_scope_says_so():
         routers.record(),
     ):
         built.predict(DATA, verbose=0)
-    for weight, value in zip(built.weights, before, strict=True):
-        np.testing.assert_array_equal(ops.convert_to_numpy(weight), value)
+    assert_same_weights(built, before)
 
 
 def test_nothing_is_computed_for_observers_that_are_not_there(monkeypatch):

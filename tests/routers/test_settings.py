@@ -11,32 +11,24 @@ from keras_softmoe import routers
 from keras_softmoe.checks import keyword_names
 from tests.support import cases, twins
 from tests.support.close import assert_near
-from tests.support.sparse_routers import (
-    SPARSE,
-    TOKEN_CHOICE,
-    WIDTH,
-    build,
-    call,
-)
+from tests.support.sparse_routers import SPARSE, TOKEN_CHOICE, WIDTH, build, call
 
 
 @pytest.mark.parametrize("name", SPARSE)
 def test_capacity_outside_training(name):
-    tokens = cases.array("normal", (2, 8, WIDTH), 0)
-    router = build(name, 4, WIDTH, capacity_factor=0.5, eval_capacity_factor=1.5)
+    router = build(name, capacity_factor=0.5, eval_capacity_factor=1.5)
     choices = getattr(router, "num_selected_experts", 1)
     for training, factor in ((True, 0.5), (False, 1.5)):
-        (token, _, _), _ = call(router, tokens, training=training)
+        (token, _, _), _ = call(router, cases.TOKENS, training=training)
         assert token.shape[-1] == np.ceil(8 * choices * factor / 4)
 
 
 @pytest.mark.parametrize("name", TOKEN_CHOICE)
 def test_normalized_gates(name):
-    tokens = cases.array("normal", (2, 8, WIDTH), 0)
     router = build(
-        name, 4, WIDTH, num_selected_experts=2, normalize_gates=True, capacity_factor=4
+        name, num_selected_experts=2, normalize_gates=True, capacity_factor=4
     )
-    (token, filled, gate), summary = call(router, tokens)
+    (token, filled, gate), summary = call(router, cases.TOKENS)
     # The softmax over the chosen logits only: softmax(TOP-K), V-MoE table 3.
     order = np.argsort(-summary["selection"], axis=-1, kind="stable")[..., :2]
     chosen = np.full(summary["logits"].shape, -np.inf)
@@ -50,11 +42,8 @@ def test_normalized_gates(name):
 
 
 def test_skipping_reaches_the_router():
-    tokens = cases.array("normal", (2, 8, WIDTH), 0)
-    router = build(
-        "softmax_token_choice", 4, WIDTH, capacity_factor=4.0, keep_fraction=0.5
-    )
-    _, summary = call(router, tokens)
+    router = build("softmax_token_choice", capacity_factor=4.0, keep_fraction=0.5)
+    _, summary = call(router, cases.TOKENS)
     # Half of the tokens, those with the largest probabilities, and no other.
     largest = summary["probabilities"].max(-1)
     expected = largest < np.sort(largest, -1)[:, 4:5]
@@ -64,7 +53,7 @@ def test_skipping_reaches_the_router():
 @pytest.mark.parametrize("name", SPARSE)
 def test_random_logits_look_at_no_token(name, set_noise):
     noise = cases.array("normal", (2, 8, 4), 3)
-    router = build(name, 4, WIDTH, random_logits=True)
+    router = build(name, random_logits=True)
     undrawn = set_noise(noise, noise)
     _, one = call(router, cases.array("normal", (2, 8, WIDTH), 0))
     (token, filled, gate), other = call(router, cases.array("normal", (2, 8, WIDTH), 1))
@@ -79,12 +68,11 @@ def test_random_logits_look_at_no_token(name, set_noise):
 @pytest.mark.parametrize("name", SPARSE)
 def test_permuted_logits_are_the_tokens_own(name, set_noise):
     noise = cases.array("normal", (2, 8, 4), 3)
-    tokens = cases.array("normal", (2, 8, WIDTH), 0)
-    router = build(name, 4, WIDTH)
-    _, learned = call(router, tokens)
+    router = build(name)
+    _, learned = call(router, cases.TOKENS)
     router.update(random_logits="permuted")
     undrawn = set_noise(noise)
-    (token, filled, gate), permuted = call(router, tokens)
+    (token, filled, gate), permuted = call(router, cases.TOKENS)
     assert not undrawn
     order = np.argsort(noise, axis=-1)
     expected = np.take_along_axis(learned["logits"], order, axis=-1)
@@ -96,28 +84,27 @@ def test_permuted_logits_are_the_tokens_own(name, set_noise):
 
 def test_unknown_random_logits():
     with pytest.raises(ValueError, match="'permuted'. Received: random_logits='no'"):
-        build("softmax_token_choice", 4, WIDTH, random_logits="no")
+        build("softmax_token_choice", random_logits="no")
 
 
 @pytest.mark.parametrize("name", SPARSE)
 def test_mutable_settings_change_the_next_call(name):
-    tokens = cases.array("normal", (2, 8, WIDTH), 0)
     settings = {"capacity_factor": 0.5}
     if name in TOKEN_CHOICE:
         settings.update(num_selected_experts=1, priority="sum", keep_fraction=0.75)
-    router = build(name, 4, WIDTH)
+    router = build(name)
     router.update(**settings)
-    fresh = build(name, 4, WIDTH, **settings)
+    fresh = build(name, **settings)
     fresh.kernel.assign(router.kernel)
     assert {**router.get_config(), "name": ""} == {**fresh.get_config(), "name": ""}
     for actual, expected in zip(
-        call(router, tokens)[0], call(fresh, tokens)[0], strict=True
+        call(router, cases.TOKENS)[0], call(fresh, cases.TOKENS)[0], strict=True
     ):
         np.testing.assert_array_equal(actual, expected)
 
 
 def test_a_refused_setting_changes_nothing():
-    router = build("softmax_token_choice", 4, WIDTH)
+    router = build("softmax_token_choice")
     before = router.get_config()
     for wrong, received in (
         ({"capacity_factor": 2.0, "num_selected_experts": 9}, "9"),

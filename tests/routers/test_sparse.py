@@ -14,7 +14,7 @@ from keras_softmoe import layers, routers
 from tests.support import cases, twins
 from tests.support.close import assert_near, assert_sum_near
 from tests.support.gradients import layer_gradients
-from tests.support.references import to_numpy
+from tests.support.references import assert_all_equal, to_numpy
 from tests.support.sparse_routers import (
     BIAS,
     EXPERT_CHOICE,
@@ -66,7 +66,7 @@ def test_router_is_its_twin(name, shape, seed):
     num_groups, num_tokens, num_experts = shape
     tokens = cases.array("normal", (num_groups, num_tokens, WIDTH), seed)
     valid = cases.padding(shape[:2], seed)
-    router = build(name, num_experts, WIDTH)
+    router = build(name, num_experts)
     (token, filled, gate), summary = call(router, cases.hide(tokens, valid), valid)
 
     kept = np.ones(shape[:2], bool) if valid is None else valid
@@ -98,8 +98,7 @@ def test_router_is_its_twin(name, shape, seed):
         seats = twins.race(summary["selection"], thresholds, capacity, valid)
     else:
         seats = twins.expert_choice(summary["selection"], capacity, valid)
-    np.testing.assert_array_equal(filled, seats[1])
-    np.testing.assert_array_equal(token, seats[0])
+    assert_all_equal((token, filled), seats)
     gates = twins.gates(gates_twin(name, logits), token, filled)
     assert_near(gate, gates, rtol=2e-5, atol=2e-5)
 
@@ -118,7 +117,7 @@ def test_invariants(name, flavour):
     tokens = cases.array("normal" if rounded else flavour, (*shape[:2], WIDTH), 1)
     tokens = keras.ops.convert_to_tensor(tokens, "bfloat16" if rounded else None)
     valid = cases.padding(shape[:2], 1)
-    router = build(name, shape[2], WIDTH)
+    router = build(name, shape[2])
     (token, filled, gate), summary = as_numpy(
         router(tokens, valid=keras.ops.convert_to_tensor(valid))
     )
@@ -144,13 +143,12 @@ def test_invariants(name, flavour):
 def test_padding_has_no_say(name):
     # The values of padded tokens change nothing, the losses included.
     valid = cases.padding((2, 8), 1)
-    tokens = cases.array("normal", (2, 8, WIDTH), 0)
-    other = cases.hide(tokens, valid)
+    other = cases.hide(cases.TOKENS, valid)
     weights = {"z_loss": 1.0}
     if name in TOKEN_CHOICE:
         weights.update(importance_loss=1.0, gshard_loss=1.0)
-    router = build(name, 4, WIDTH, losses=losses(**weights))
-    routing, summary = call(router, tokens, valid)
+    router = build(name, losses=losses(**weights))
+    routing, summary = call(router, cases.TOKENS, valid)
     other_routing, other_summary = call(router, other, valid)
     for actual, expected in zip(other_routing, routing, strict=True):
         np.testing.assert_allclose(actual, expected, rtol=1e-6)
@@ -158,20 +156,19 @@ def test_padding_has_no_say(name):
         np.testing.assert_allclose(other_summary[key], summary[key], rtol=1e-5)
 
     # And an all-true mask is the same as none.
-    _, everything = call(router, tokens, np.ones((2, 8), bool))
-    _, unmasked = call(router, tokens)
+    _, everything = call(router, cases.TOKENS, np.ones((2, 8), bool))
+    _, unmasked = call(router, cases.TOKENS)
     for key in unmasked:
         assert_near(everything[key], unmasked[key], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", SPARSE)
 def test_auxiliary_loss_is_the_weighted_sum(name):
-    tokens = cases.array("normal", (2, 8, WIDTH), 0)
     weights = {"z_loss": 0.5}
     if name in TOKEN_CHOICE:
         weights.update(importance_loss=0.3, gshard_loss=0.1)
-    router = build(name, 4, WIDTH, losses=losses(**weights))
-    _, summary = call(router, tokens)
+    router = build(name, losses=losses(**weights))
+    _, summary = call(router, cases.TOKENS)
     probabilities = twins.softmax(summary["logits"])
     expected = 0.5 * twins.z_loss(summary["logits"])
     if name in TOKEN_CHOICE:
@@ -183,14 +180,13 @@ def test_auxiliary_loss_is_the_weighted_sum(name):
 
 @pytest.mark.parametrize("name", [*SPARSE, "identity"])
 def test_losses_are_added_in_training_only(name):
-    tokens = cases.array("normal", (2, 8, WIDTH), 0)
     if name == "identity":
         router, expected = routers.IdentityRouter(4), 0
     else:
-        router, expected = build(name, 4, WIDTH, losses=losses(z_loss=1.0)), 1
-    router(tokens, training=False)
+        router, expected = build(name, losses=losses(z_loss=1.0)), 1
+    router(cases.TOKENS, training=False)
     assert len(router.losses) == 0
-    _, summary = call(router, tokens, training=True)
+    _, summary = call(router, cases.TOKENS, training=True)
     assert len(router.losses) == expected
     if expected:
         np.testing.assert_allclose(
@@ -224,16 +220,15 @@ def test_stateless_calls_draw_what_their_state_says(name):
 
 @pytest.mark.parametrize("name", [n for n in SPARSE if n != "sparse_transport"])
 def test_noise(name, set_noise):
-    tokens = cases.array("normal", (2, 8, WIDTH), 0)
     noise = cases.array("normal", (2, 8, 4), 7)
     weights = {}
     if name in TOKEN_CHOICE:
         weights = {"load_loss": 1.0, "importance_loss": 0.5}
-    router = build(name, 4, WIDTH, noise_std=2.0, losses=losses(**weights))
+    router = build(name, noise_std=2.0, losses=losses(**weights))
     undrawn = set_noise(noise)
-    _, quiet = call(router, tokens, training=False)
+    _, quiet = call(router, cases.TOKENS, training=False)
     assert len(undrawn) == 1
-    (token, filled, gate), noisy = call(router, tokens, training=True)
+    (token, filled, gate), noisy = call(router, cases.TOKENS, training=True)
     assert not undrawn
 
     clean_logits = np.float64(quiet["logits"])
@@ -259,18 +254,16 @@ def test_noise(name, set_noise):
 
 @pytest.mark.parametrize("name", PLANS)
 def test_plan_combine(name):
-    tokens = cases.array("normal", (2, 8, WIDTH), 0)
-    router = build(name, 4, WIDTH, combine="plan")
-    (token, filled, gate), summary = call(router, tokens)
+    router = build(name, combine="plan")
+    (token, filled, gate), summary = call(router, cases.TOKENS)
     expected = twins.gates(summary["selection"], token, filled)
     np.testing.assert_allclose(gate, expected, rtol=1e-6)
 
 
 def test_sparse_plan_is_a_constant_to_the_gradient():
-    tokens = cases.array("normal", (2, 8, WIDTH), 0)
-    router = build("sparse_transport", 4, WIDTH, combine="plan")
+    router = build("sparse_transport", combine="plan")
     _, _, gradients = layer_gradients(
-        router, tokens, lambda d, _: keras.ops.sum(d.routing.gate)
+        router, cases.TOKENS, lambda d, _: keras.ops.sum(d.routing.gate)
     )
     (gradient,) = gradients.values()
     assert np.all(gradient == 0)
@@ -278,19 +271,18 @@ def test_sparse_plan_is_a_constant_to_the_gradient():
 
 @pytest.mark.parametrize("name", ["sinkhorn_token_choice", "sinkhorn_expert_choice"])
 def test_sinkhorn_plan_has_the_gradient_of_its_iterations(name):
-    tokens = cases.array("normal", (2, 8, WIDTH), 0)
-    router = build(name, 4, WIDTH, combine="plan")
-    (token, filled, gate), _ = call(router, tokens)
+    router = build(name, combine="plan")
+    (token, filled, gate), _ = call(router, cases.TOKENS)
     cotangent = cases.array("normal", gate.shape, 1)
     _, _, gradients = layer_gradients(
         router,
-        tokens,
+        cases.TOKENS,
         lambda d, _: keras.ops.sum(keras.ops.multiply(d.routing.gate, cotangent)),
     )
     (gradient,) = gradients.values()
 
     def value(kernel):
-        plan = twins.sinkhorn_plan(np.float64(tokens) @ kernel)
+        plan = twins.sinkhorn_plan(np.float64(cases.TOKENS) @ kernel)
         return (twins.gates(plan, token, filled) * cotangent).sum()
 
     kernel = np.float64(to_numpy(router.kernel.value))
@@ -307,7 +299,7 @@ def test_gradients_are_finite(name, flavour):
     weights = {"z_loss": 1.0}
     if name in TOKEN_CHOICE:
         weights.update(importance_loss=1.0, gshard_loss=1.0)
-    router = build(name, 4, WIDTH, losses=losses(**weights))
+    router = build(name, losses=losses(**weights))
 
     def loss(decision, added):
         return keras.ops.sum(decision.routing.gate**2) + sum(added)
@@ -328,7 +320,7 @@ def test_float32_under_mixed_bfloat16(name):
     tokens = keras.ops.convert_to_tensor(
         cases.array("normal", (2, 8, WIDTH), 0), "bfloat16"
     )
-    router = build(name, 4, WIDTH)
+    router = build(name)
     decision = router(tokens)
     summary = decision.summary
     floats = [decision.routing.gate, summary["logits"], summary["selection"]]
@@ -340,25 +332,22 @@ def test_float32_under_mixed_bfloat16(name):
 
 
 def test_identity():
-    tokens = cases.array("normal", (2, 8, WIDTH), 0)
     router = routers.IdentityRouter(4)
-    (token, filled, gate), summary = call(router, tokens)
-    expected_token, expected_filled = twins.identity(2, 8, 4)
-    np.testing.assert_array_equal(token, expected_token)
-    np.testing.assert_array_equal(filled, expected_filled)
+    (token, filled, gate), summary = call(router, cases.TOKENS)
+    assert_all_equal((token, filled), twins.identity(2, 8, 4))
     np.testing.assert_array_equal(gate, np.ones((2, 4, 2)))
     np.testing.assert_array_equal(summary["load"], np.full((2, 4), 2))
     assert not router.weights
 
     valid = cases.padding((2, 8), 1)
-    (token, filled, gate), _ = call(router, tokens, valid)
+    (token, filled, gate), _ = call(router, cases.TOKENS, valid)
     dispatch, _ = twins.to_dense(token, filled, gate, 8)
     np.testing.assert_array_equal(dispatch.sum((2, 3)), valid)
     assert np.all(gate == filled)
 
 
 def test_an_expert_takes_at_most_all_tokens():
-    router = build("softmax_expert_choice", 4, WIDTH, capacity_factor=8.0)
+    router = build("softmax_expert_choice", capacity_factor=8.0)
     (_, filled, _), _ = call(router, cases.array("normal", (2, 8, WIDTH), 0))
     assert filled.shape == (2, 4, 8) and np.all(filled)
 

@@ -27,6 +27,10 @@ def array(flavour, shape, seed):
     return values[flavour]().astype("float32")
 
 
+# Two groups of eight tokens
+TOKENS = array("normal", (2, 8, 4), 0)
+
+
 @st.composite
 def scores(draw, flavours=FLAVOURS, shapes=GROUP_SHAPES):
     """Float32 scores (G, S, E)."""

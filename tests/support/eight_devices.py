@@ -103,15 +103,18 @@ class Program:
             for kind, names in TRAINED.items()
         }
 
+    def _fit(self, model, steps, epochs=1):
+        """Train a model; return the losses of the steps, and what a step sends."""
+        losses, data = tiny.StepLosses(), tiny.batches(steps * tiny.BATCH)
+        self._new_texts()
+        model.fit(data, epochs=epochs, verbose=0, shuffle=False, callbacks=[losses])
+        (text,) = self._new_texts()
+        return {"losses": losses.values, "collectives": _sent(text)}
+
     def _train(self, kind, placement):
         keras.distribution.set_distribution(PLACEMENTS[placement]())
         model = tiny.classifier(kind)
-        losses = tiny.StepLosses()
-        data = tiny.batches(STEPS_PER_EPOCH * tiny.BATCH)
-        self._new_texts()
-        model.fit(data, epochs=EPOCHS, verbose=0, shuffle=False, callbacks=[losses])
-        (text,) = self._new_texts()
-        told = {"losses": losses.values, "collectives": _sent(text)}
+        told = self._fit(model, STEPS_PER_EPOCH, EPOCHS)
         # Batches that the devices do not divide: the last one of four images here, ...
         images = tiny.images(tiny.BATCH + 4 * (kind == "soft"))
         predictions = model.predict(images, batch_size=tiny.BATCH, verbose=0)
@@ -171,10 +174,7 @@ class Program:
             keras.distribution.set_distribution(PLACEMENTS[placement]())
             model = tiny.classifier("soft")
             model.compile(training.Adafactor(3e-3, min_dim_size_to_factor=16))
-            losses = tiny.StepLosses()
-            data = tiny.batches(3 * tiny.BATCH)
-            model.fit(data, verbose=0, shuffle=False, callbacks=[losses])
-            told[placement] = losses.values
+            told[placement] = self._fit(model, 3)["losses"]
         distribution.audit(model)
         told["shards"] = {
             v.path.partition("experts_")[2]: _shapes(v)
@@ -192,12 +192,7 @@ class Program:
             # Drawn one after the other, on any placement
             model.backbone.enable_lora(2)
             model.compile(training.Adam(3e-3))
-            losses = tiny.StepLosses()
-            data = tiny.batches(4 * tiny.BATCH)
-            self._new_texts()
-            model.fit(data, verbose=0, shuffle=False, callbacks=[losses])
-            (text,) = self._new_texts()
-            told[placement] = {"losses": losses.values, "collectives": _sent(text)}
+            told[placement] = self._fit(model, 4)
             told[placement]["shards"] = self._expert_shards(model)
             images = tiny.images(tiny.BATCH)
             told[placement]["predictions"] = model.predict(images, verbose=0).tolist()
@@ -238,12 +233,7 @@ class Program:
         for placement, chosen in placed.items():
             keras.distribution.set_distribution(chosen)
             model = tiny.classifier("soft", num_layers=2, moe_layers=(1,))
-            losses = tiny.StepLosses()
-            data = tiny.batches(3 * tiny.BATCH)
-            self._new_texts()
-            model.fit(data, verbose=0, shuffle=False, callbacks=[losses])
-            (text,) = self._new_texts()
-            told[placement] = {"losses": losses.values, "collectives": _sent(text)}
+            told[placement] = self._fit(model, 3)
             if chosen is not None:
                 rows = distribution.audit(model).rows
                 told[placement]["shards"] = {row.path: row.shard_shape for row in rows}

@@ -4,6 +4,12 @@ import keras
 import keras_hub
 import numpy as np
 
+from keras_softmoe import routers
+
+# With room for all choices
+ROUTER = routers.SoftmaxTokenChoiceRouter(
+    4, num_selected_experts=2, capacity_factor=None, normalize_gates=True
+)
 _IMAGE = (32, 32, 3)
 _VISION = {
     "image_shape": _IMAGE,

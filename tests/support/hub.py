@@ -1,5 +1,7 @@
 """Small models of KerasHub with random weights at which mistakes show."""
 
+import functools
+
 import keras
 import keras_hub
 import numpy as np
@@ -8,9 +10,16 @@ SIZES = {"num_layers": 2, "num_heads": 2, "hidden_dim": 8}
 SHAPE = (12, 12, 3)
 
 
-def _vit(**overrides):
-    arguments = {"image_shape": SHAPE, "patch_size": 4, "mlp_dim": 12, **SIZES}
-    return keras_hub.models.ViTBackbone(**{**arguments, **overrides})
+def _made(cls, **arguments):
+    return cls(**{"image_shape": SHAPE, "patch_size": 4, **SIZES, **arguments})
+
+
+_vit = functools.partial(_made, keras_hub.models.ViTBackbone, mlp_dim=12)
+_dinov2 = functools.partial(
+    *(_made, keras_hub.models.DINOV2Backbone),
+    position_embedding_shape=SHAPE,
+    intermediate_dim=12,
+)
 
 
 def _vit_classifier(
@@ -25,26 +34,6 @@ def _vit_classifier(
     )
 
 
-def _deit(**overrides):
-    arguments = {"image_shape": SHAPE, "patch_size": 4, "intermediate_dim": 12}
-    return keras_hub.models.DeiTBackbone(**{**arguments, **SIZES, **overrides})
-
-
-def _dinov2(**overrides):
-    arguments = {
-        "image_shape": SHAPE,
-        "position_embedding_shape": SHAPE,
-        "patch_size": 4,
-        "intermediate_dim": 12,
-    }
-    return keras_hub.models.DINOV2Backbone(**{**arguments, **SIZES, **overrides})
-
-
-def _siglip(**overrides):
-    arguments = {"image_shape": SHAPE, "patch_size": 4, "intermediate_dim": 12}
-    return keras_hub.models.SigLIPVisionEncoder(**{**arguments, **SIZES, **overrides})
-
-
 # Name -> callable that makes it from overrides
 MODELS = {
     "ViTBackbone": _vit,
@@ -55,12 +44,16 @@ MODELS = {
     "ViTImageClassifier, gap": lambda **x: _vit_classifier(
         pooling="gap", use_class_token=False, activation="softmax", **x
     ),
-    "DeiTBackbone": _deit,
+    "DeiTBackbone": functools.partial(
+        _made, keras_hub.models.DeiTBackbone, intermediate_dim=12
+    ),
     "DINOV2Backbone": _dinov2,
     "DINOV2Backbone, registers": lambda **x: _dinov2(
         num_register_tokens=2, antialias_in_interpolation=True, **x
     ),
-    "SigLIPVisionEncoder": _siglip,
+    "SigLIPVisionEncoder": functools.partial(
+        _made, keras_hub.models.SigLIPVisionEncoder, intermediate_dim=12
+    ),
 }
 
 

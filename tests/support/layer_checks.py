@@ -63,6 +63,18 @@ def revive(layer):
     return keras.saving.deserialize_keras_object(config)
 
 
+def reloaded(model, folder, **kwargs):
+    """A model from a file in a folder, to which it is saved."""
+    model.save(folder / "model.keras")
+    return keras.saving.load_model(folder / "model.keras", **kwargs)
+
+
+def from_preset(model, folder, cls=None, **kwargs):
+    """A model from the preset that it is saved to, by another class than its own."""
+    model.save_to_preset(str(folder))
+    return (cls or type(model)).from_preset(str(folder), **kwargs)
+
+
 def sample(shape, ids=None):
     """A batch of one input: normal numbers, or ints under `ids`."""
     if ids is None:
@@ -172,10 +184,7 @@ def check_training_step(make, shape, output_shape, ids=None):
     before = layer.get_weights()
     loss = model.train_on_batch(sample(shape, ids), normal((BATCH, *output_shape), 1))
     assert np.isfinite(loss)
-    for weight, old in zip(layer.weights, before, strict=True):
-        # Softmax does not feel what is added to all keys.
-        if weight.trainable and not weight.path.endswith("key/bias"):
-            assert np.abs(to_numpy(weight) - old).max() > 1e-7, weight.path
+    assert_trained(layer, before)
 
 
 def check_frames(make, shape, num_losses, ids=None):
@@ -218,8 +227,18 @@ def flags(layer):
     return [(part.name, part.trainable) for part in (*layer.weights, *parts)]
 
 
-def assert_same_weights(model, expected):
+def assert_same_weights(model, expected, **tolerances):
     """Weights equal those of another model, or a list of arrays."""
+    tolerances = {"rtol": 0, "atol": 0, **tolerances}
     expected = getattr(expected, "weights", expected)
     for weight, value in zip(model.weights, expected, strict=True):
-        np.testing.assert_array_equal(to_numpy(weight), to_numpy(value), weight.path)
+        value = to_numpy(value)
+        assert_near(to_numpy(weight), value, err_msg=weight.path, **tolerances)
+
+
+def assert_trained(model, before, least=1e-7):
+    """Each weight that is trained differs from what it was, a list of arrays."""
+    for weight, old in zip(model.weights, before, strict=True):
+        # Softmax does not feel what is added to all keys.
+        if weight.trainable and not weight.path.endswith("key/bias"):
+            assert np.abs(to_numpy(weight) - old).max() > least, weight.path

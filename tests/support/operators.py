@@ -8,6 +8,7 @@ with the lines that call it. Options are `training`, `gradient`, `mask` and `gro
 
 import collections
 import contextlib
+import functools
 import sys
 
 import keras
@@ -22,72 +23,50 @@ COPIES = ("lift_fresh", "lift_fresh_copy", "_pin_memory")
 # Numbers, or sizes, that the processor reads from the device: it waits for them.
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "unique", "item")
 
-# Name -> router, and the arguments of its mixture
+_two = functools.partial(routers.SoftmaxTokenChoiceRouter, 8, 2)
+# Name -> router of the mixture, which has another dispatcher for "gather"
 MIXTURES = {
-    "token choice": (routers.SoftmaxTokenChoiceRouter(8, 2), {}),
-    "one choice": (routers.SoftmaxTokenChoiceRouter(8, 1), {}),
-    "gather": (routers.SoftmaxTokenChoiceRouter(8, 2), {"dispatcher": "gather"}),
-    "priority max": (routers.SoftmaxTokenChoiceRouter(8, 2, priority="max"), {}),
-    "priority sum": (routers.SoftmaxTokenChoiceRouter(8, 2, priority="sum"), {}),
-    "priority pair": (routers.SoftmaxTokenChoiceRouter(8, 2, priority="pair"), {}),
-    "priority random": (routers.SoftmaxTokenChoiceRouter(8, 2, priority="random"), {}),
-    "skipping": (
-        routers.SoftmaxTokenChoiceRouter(8, 2, priority="max", keep_fraction=0.5),
-        {},
+    "token choice": _two(),
+    "one choice": routers.SoftmaxTokenChoiceRouter(8, 1),
+    "gather": _two(),
+    **{f"priority {x}": _two(priority=x) for x in ("max", "sum", "pair", "random")},
+    "skipping": _two(priority="max", keep_fraction=0.5),
+    "normalized gates": _two(normalize_gates=True, noise_std=0.0),
+    "bias": _two(bias_update_rate=0.01, score="sigmoid"),
+    "bias of two calls": _two(bias_update_rate=0.01, bias_update_every=2),
+    "random logits": _two(random_logits=True),
+    "permuted logits": _two(random_logits="permuted"),
+    "dropless": _two(capacity_factor=None),
+    "dropless, skipping": routers.SoftmaxTokenChoiceRouter(
+        8, capacity_factor=None, keep_fraction=0.5
     ),
-    "normalized gates": (
-        routers.SoftmaxTokenChoiceRouter(8, 2, normalize_gates=True, noise_std=0.0),
-        {},
-    ),
-    "bias": (
-        routers.SoftmaxTokenChoiceRouter(8, 2, bias_update_rate=0.01, score="sigmoid"),
-        {},
-    ),
-    "bias of two calls": (
-        routers.SoftmaxTokenChoiceRouter(
-            8, 2, bias_update_rate=0.01, bias_update_every=2
-        ),
-        {},
-    ),
-    "random logits": (routers.SoftmaxTokenChoiceRouter(8, 2, random_logits=True), {}),
-    "permuted logits": (
-        routers.SoftmaxTokenChoiceRouter(8, 2, random_logits="permuted"),
-        {},
-    ),
-    "dropless": (routers.SoftmaxTokenChoiceRouter(8, 2, capacity_factor=None), {}),
-    "dropless, skipping": (
-        routers.SoftmaxTokenChoiceRouter(8, capacity_factor=None, keep_fraction=0.5),
-        {},
-    ),
-    "sinkhorn token choice": (routers.SinkhornTokenChoiceRouter(8), {}),
-    "expert choice": (routers.SoftmaxExpertChoiceRouter(8), {}),
-    "expert choice, noise": (routers.SoftmaxExpertChoiceRouter(8, noise_std=1.0), {}),
-    "sinkhorn expert choice": (routers.SinkhornExpertChoiceRouter(8), {}),
-    "sinkhorn plan": (routers.SinkhornExpertChoiceRouter(8, combine="plan"), {}),
-    "sparse transport": (routers.SparseTransportExpertChoiceRouter(8), {}),
-    "race": (routers.ExpertRaceRouter(8, 2), {}),
-    "soft": (routers.SoftRouter(8), {}),
-    "soft, noise": (routers.SoftRouter(8, 2, noise_std=0.1), {}),
-    "soft, uniform": (routers.SoftRouter(8, dispatch="uniform"), {}),
-    "identity": (routers.IdentityRouter(8), {}),
-    "limoe": (routers.LIMoERouter(8), {}),
-    "limoe, image first": (
-        routers.LIMoERouter(
-            8,
-            priority="image_first",
-            per_modality=True,
-            image_experts=5,
-            text_experts=5,
-        ),
-        {},
+    "sinkhorn token choice": routers.SinkhornTokenChoiceRouter(8),
+    "expert choice": routers.SoftmaxExpertChoiceRouter(8),
+    "expert choice, noise": routers.SoftmaxExpertChoiceRouter(8, noise_std=1.0),
+    "sinkhorn expert choice": routers.SinkhornExpertChoiceRouter(8),
+    "sinkhorn plan": routers.SinkhornExpertChoiceRouter(8, combine="plan"),
+    "sparse transport": routers.SparseTransportExpertChoiceRouter(8),
+    "race": routers.ExpertRaceRouter(8, 2),
+    "soft": routers.SoftRouter(8),
+    "soft, noise": routers.SoftRouter(8, 2, noise_std=0.1),
+    "soft, uniform": routers.SoftRouter(8, dispatch="uniform"),
+    "identity": routers.IdentityRouter(8),
+    "limoe": routers.LIMoERouter(8),
+    "limoe, image first": routers.LIMoERouter(
+        *(8, 1),
+        priority="image_first",
+        per_modality=True,
+        image_experts=5,
+        text_experts=5,
     ),
 }
 
 
 def made(name, **settings):
     """Return a built mixture of 8 experts, and other arguments of its calls."""
-    router, own = MIXTURES[name]
-    layer = layers.MoE(router, mlp_dim=64, **own, **settings)
+    if name == "gather":
+        settings["dispatcher"] = "gather"
+    layer = layers.MoE(MIXTURES[name], mlp_dim=64, **settings)
     layer.build((None, 16, 32))
     known = {}
     if layer.router.knows_modalities:

@@ -4,11 +4,14 @@ For the products each backend is asked in its own way: JAX for the traced progra
 TensorFlow for the graph, PyTorch for what runs.
 """
 
+import json
 import math
 
 import keras
+import pytest
 
 from keras_softmoe.architecture.counting import count_products
+from keras_softmoe.evaluation import cost
 
 
 def count(model):
@@ -100,3 +103,16 @@ def _tensorflow_operation(operation):
         return math.prod(sizes.values())
     flag = "transpose_a" if operation.type == "MatMul" else "adj_x"
     return outputs * first[-2 if operation.get_attr(flag) else -1]
+
+
+def check_cost(model, inputs, num_images=1):
+    """Return the cost of a model, after it was compared with the model's own numbers.
+
+    Also the cost of its arguments, without the model.
+    """
+    found = cost(model)
+    assert (found.parameters, found.weight_bytes) == count(model)
+    expected = 2e-9 * multiply_adds(model, inputs) / num_images
+    assert found.gflop_per_image == pytest.approx(expected, rel=1e-9)
+    assert cost(json.loads(json.dumps(model.get_config()))) == found
+    return found

@@ -34,6 +34,19 @@ def to_numpy(x):
     return keras.ops.convert_to_numpy(x)
 
 
+def assert_each_near(actual, expected, rtol=1e-5, atol=1e-5):
+    """Tensors under the names that are expected."""
+    for name, value in expected.items():
+        assert_near(to_numpy(actual[name]), to_numpy(value), rtol, atol, str(name))
+
+
+def assert_all_equal(found, expected):
+    """Tensors equal others, one for one."""
+    for one, other in zip(found, expected, strict=True):
+        path = getattr(one, "path", "")
+        np.testing.assert_array_equal(to_numpy(one), to_numpy(other), path)
+
+
 @functools.cache
 def names():
     """Dict from the name of each case to the file that holds its arrays."""

@@ -10,35 +10,30 @@ WIDTH = 4
 # No noise unless a test asks for it.
 PLAIN = {"noise_std": 0.0}
 
+
+def _made(cls, choices=None, **defaults):
+    """Callable from the number of experts (and overrides) to a router."""
+
+    def make(num_experts, **kwargs):
+        own = {"num_selected_experts": min(choices, num_experts)} if choices else {}
+        return cls(num_experts, **{**own, **defaults, **kwargs})
+
+    return make
+
+
 # Name -> callable from the number of experts (and overrides) to a router.
 SPARSE = {
-    "softmax_token_choice": lambda e, **kwargs: routers.SoftmaxTokenChoiceRouter(
-        e, **{"num_selected_experts": min(2, e), "priority": "max", **PLAIN, **kwargs}
+    "softmax_token_choice": _made(
+        routers.SoftmaxTokenChoiceRouter, 2, priority="max", **PLAIN
     ),
-    "balanced_token_choice": lambda e, **kwargs: routers.SoftmaxTokenChoiceRouter(
-        e,
-        **{
-            "num_selected_experts": min(2, e),
-            "priority": "max",
-            "bias_update_rate": 0.5,
-            **kwargs,
-        },
+    "balanced_token_choice": _made(
+        routers.SoftmaxTokenChoiceRouter, 2, priority="max", bias_update_rate=0.5
     ),
-    "sinkhorn_token_choice": lambda e, **kwargs: routers.SinkhornTokenChoiceRouter(
-        e, **{**PLAIN, **kwargs}
-    ),
-    "softmax_expert_choice": lambda e, **kwargs: routers.SoftmaxExpertChoiceRouter(
-        e, **{**PLAIN, **kwargs}
-    ),
-    "sinkhorn_expert_choice": lambda e, **kwargs: routers.SinkhornExpertChoiceRouter(
-        e, **{**PLAIN, **kwargs}
-    ),
-    "sparse_transport": lambda e, **kwargs: routers.SparseTransportExpertChoiceRouter(
-        e, **kwargs
-    ),
-    "expert_race": lambda e, **kwargs: routers.ExpertRaceRouter(
-        e, **{"num_selected_experts": min(2, e), **kwargs}
-    ),
+    "sinkhorn_token_choice": _made(routers.SinkhornTokenChoiceRouter, **PLAIN),
+    "softmax_expert_choice": _made(routers.SoftmaxExpertChoiceRouter, **PLAIN),
+    "sinkhorn_expert_choice": _made(routers.SinkhornExpertChoiceRouter, **PLAIN),
+    "sparse_transport": routers.SparseTransportExpertChoiceRouter,
+    "expert_race": _made(routers.ExpertRaceRouter, 2),
 }
 # Those with all balancing losses
 TOKEN_CHOICE = ["softmax_token_choice", "sinkhorn_token_choice"]
@@ -53,10 +48,10 @@ def losses(**weights):
     return [routers.RoutingLoss(getattr(ops, f), weight=w) for f, w in weights.items()]
 
 
-def build(name, num_experts, width, **kwargs):
+def build(name, num_experts=4, **kwargs):
     """A built router."""
     router = SPARSE[name](num_experts, **kwargs)
-    router.build((None, None, width))
+    router.build((None, None, WIDTH))
     if name == "balanced_token_choice":
         router.bias.assign(BIAS[:num_experts])
     if name == "expert_race":

@@ -12,6 +12,22 @@ SOFT = routers.SoftRouter(4)
 # Groups of two images drop tokens; no multiple, so that the capacity is the ratio.
 SPARSE = routers.SoftmaxTokenChoiceRouter(4, priority="max", capacity_factor=0.75)
 DENSE = {"moe_layers": (), "router": None}
+# Sizes of any transformer, and of one of images.
+SIZES_OF_BLOCKS = {"num_layers": 2, "num_heads": 2, "hidden_dim": 8, "mlp_dim": 12}
+SIZES = {"image_shape": IMAGE_SHAPE, "patch_size": 4, **SIZES_OF_BLOCKS}
+# Settings of blocks that are no defaults.
+UNUSUAL = {
+    "moe_layers": (1,),
+    "use_qk_norm": True,
+    "dropout_rate": 0.1,
+    "group_images": 3,
+    "dispatcher": "einsum",
+    "equal_experts": True,
+    "expert_dropout_rate": 0.2,
+    "remat_experts": True,
+    "dispatch_dtype": "bfloat16",
+    "dtype": "mixed_bfloat16",
+}
 
 # What Keras and KerasHub warn of in ordinary use.
 FITTING = pytest.mark.filterwarnings("ignore:.shuffle=True. was passed:UserWarning")
@@ -23,17 +39,7 @@ LOADING_WRONG_WEIGHTS = pytest.mark.filterwarnings(
 
 def backbone(**overrides):
     """A Soft MoE backbone of two blocks, the second a mixture of experts."""
-    arguments = {
-        "image_shape": IMAGE_SHAPE,
-        "patch_size": 4,
-        "num_layers": 2,
-        "num_heads": 2,
-        "hidden_dim": 8,
-        "mlp_dim": 12,
-        "moe_layers": (1,),
-        "router": SOFT,
-        **overrides,
-    }
+    arguments = {**SIZES, "moe_layers": (1,), "router": SOFT, **overrides}
     model = models.ViTMoEBackbone(**arguments)
     randomize(model)
     return model

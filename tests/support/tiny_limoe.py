@@ -52,14 +52,9 @@ AMPLE = routers.LIMoERouter(
 DENSE = {"moe_layers": (), "router": None}
 # Of a model whose numbers of tokens, of widths and of words differ, for sums by hand.
 DISTINCT = {
-    "image_shape": tiny.IMAGE_SHAPE,
-    "patch_size": 4,
+    **tiny.SIZES,
     "vocabulary_size": 11,
     "sequence_length": 3,
-    "num_layers": 2,
-    "num_heads": 2,
-    "hidden_dim": 8,
-    "mlp_dim": 12,
     "embedding_dim": 5,
 }
 
@@ -75,14 +70,9 @@ def vocabulary():
 def backbone(**overrides):
     """A LIMoE of two blocks, both mixtures of experts."""
     arguments = {
-        "image_shape": tiny.IMAGE_SHAPE,
-        "patch_size": 4,
+        **tiny.SIZES,
         "vocabulary_size": VOCABULARY_SIZE,
         "sequence_length": LENGTH,
-        "num_layers": 2,
-        "num_heads": 2,
-        "hidden_dim": 8,
-        "mlp_dim": 12,
         "moe_layers": (0, 1),
         "router": ROUTER,
         "embedding_dim": 6,

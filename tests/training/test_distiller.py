@@ -9,6 +9,7 @@ import pytest
 from keras_softmoe import ops, routers, training
 from tests.support import tiny
 from tests.support.close import assert_near
+from tests.support.layer_checks import reloaded
 from tests.support.references import to_numpy
 
 LOGITS = keras.distillation.LogitsDistillation(temperature=2.0)
@@ -94,8 +95,7 @@ def test_features_evaluation_and_files(tmp_path):
     expected = made.evaluate(*data, verbose=0, return_dict=True)
     # Balancing losses are those of training steps.
     np.testing.assert_allclose(expected["loss"], expected["total_loss"], rtol=1e-5)
-    made.save(tmp_path / "distiller.keras")
-    loaded = keras.models.load_model(tmp_path / "distiller.keras")
+    loaded = reloaded(made, tmp_path)
     assert type(loaded) is training.Distiller
     np.testing.assert_allclose(
         loaded.predict(data[0], verbose=0), made.predict(data[0], verbose=0), rtol=1e-5

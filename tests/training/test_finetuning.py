@@ -7,6 +7,7 @@ import pytest
 from keras_softmoe import datasets, models, routers, training
 from tests.support import tiny
 from tests.support.close import assert_near
+from tests.support.layer_checks import from_preset
 from tests.support.references import to_numpy
 
 pytestmark = tiny.LOADING
@@ -89,8 +90,7 @@ def test_from_a_preset(preset, digits, tmp_path):
     assert_same(actual, tune(compiled(load(preset, router=router)), digits))
     assert differ(actual, tune(compiled(load(preset)), digits))
     # What it was fine-tuned with it keeps.
-    model.save_to_preset(str(tmp_path / "tuned"))
-    tuned = models.ViTMoEImageClassifier.from_preset(str(tmp_path / "tuned"))
+    tuned = from_preset(model, tmp_path / "tuned")
     assert SETTINGS.items() <= tuned.backbone.router.get_config().items()
     x = digits[0][:6]
     assert_near(tiny.predict(tuned, x), tiny.predict(model, x), rtol=1e-4, atol=1e-5)

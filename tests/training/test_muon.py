@@ -8,7 +8,7 @@ import pytest
 
 from keras_softmoe import layers, routers, training
 from tests.support.close import assert_near
-from tests.support.references import to_numpy
+from tests.support.references import assert_all_equal, to_numpy
 
 EXPERTS = 3
 RNG = np.random.default_rng(0)
@@ -74,8 +74,7 @@ def test_other_weights_move_as_those_of_keras():
         [variable(path, value) for path, value in values.items()],
         gradients,
     )
-    for one, other in zip(ours, expected, strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_all_equal(ours, expected)
 
 
 @pytest.mark.parametrize("expert", [None, "template"])

@@ -12,7 +12,8 @@ from keras import ops
 from keras_softmoe import training
 from tests.skips import only_on
 from tests.support.close import assert_near
-from tests.support.references import to_numpy
+from tests.support.layer_checks import reloaded
+from tests.support.references import assert_all_equal, to_numpy
 
 SCHEDULE = training.WarmupSchedule(0.1, 8, 2)
 ALL = pytest.mark.parametrize("cls", [training.Adafactor, training.Adam, training.SGD])
@@ -50,9 +51,15 @@ def apply(optimizer, variables, gradients):
     return history
 
 
-def assert_equal(actual, expected, rtol=2e-5):
+def trained(optimizer, steps, dtype="float32"):
+    """Values of new variables after some steps."""
+    variables = make_variables(dtype)
+    return apply(optimizer, variables, make_gradients(variables, steps))[-1]
+
+
+def assert_equal(actual, expected, rtol=2e-5, atol=1e-6):
     for a, b in zip(actual, expected, strict=True):
-        assert_near(a, b, rtol=rtol, atol=1e-6)
+        assert_near(a, b, rtol=rtol, atol=atol)
 
 
 def adam_twin(values, gradients, rates, decays, epsilon=1e-8, kept_in="float64"):
@@ -137,13 +144,11 @@ def test_adam_is_that_of_keras(arguments):
     arguments = {"learning_rate": 0.01, "epsilon": 1e-12, **arguments}
     results = []
     for cls in (training.Adam, keras.optimizers.AdamW):
-        variables = make_variables()
         optimizer = cls(**{"weight_decay": 0.0, **arguments})
         if "weight_decay" in arguments:
             optimizer.exclude_from_weight_decay(var_names=["bias"])
-        results.append(apply(optimizer, variables, make_gradients(variables, 21))[-1])
-    for one, other in zip(*results, strict=True):
-        assert_near(one, other, atol=2e-6)
+        results.append(trained(optimizer, 21))
+    assert_equal(*results, rtol=1e-7, atol=2e-6)
 
 
 @only_on("torch", because="one backend")
@@ -162,10 +167,8 @@ def test_adam_takes_one_pass_on_torch(floatx):
 
     keras.config.set_floatx(floatx)
     try:
-        variables = make_variables("float32")
-        optimizer = training.Adam(weight_decay_rules=[("kernel$", 0.1)])
         with Calls() as calls:
-            apply(optimizer, variables, make_gradients(variables, 1))
+            trained(training.Adam(weight_decay_rules=[("kernel$", 0.1)]), 1)
     finally:
         keras.config.set_floatx("float32")
     assert [(number, str(dtype)) for number, dtype in calls.found] == [
@@ -236,12 +239,9 @@ def test_sgd(nesterov):
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_sgd_at_a_constant_rate_is_that_of_keras(momentum):
-    results = []
-    for cls in (training.SGD, keras.optimizers.SGD):
-        variables = make_variables()
-        optimizer = cls(0.1, momentum=momentum, weight_decay=0.2, clipnorm=1.0)
-        results.append(apply(optimizer, variables, make_gradients(variables, 4))[-1])
-    assert_equal(*results)
+    settings = {"momentum": momentum, "weight_decay": 0.2, "clipnorm": 1.0}
+    classes = training.SGD, keras.optimizers.SGD
+    assert_equal(*(trained(cls(0.1, **settings), 4) for cls in classes))
 
 
 @ALL
@@ -311,13 +311,11 @@ def test_accumulated_gradients(cls):
 
 @ALL
 def test_bfloat16_variables(cls):
-    results = []
-    for dtype in ("float32", "bfloat16"):
-        variables = make_variables(dtype)
-        optimizer = cls(0.05, weight_decay_rules=RULES)
-        results.append(apply(optimizer, variables, make_gradients(variables, 3))[-1])
-    for a, b in zip(*results, strict=True):
-        assert_near(a, b, atol=0.05)
+    rounded, exact = (
+        trained(cls(0.05, weight_decay_rules=RULES), 3, dtype)
+        for dtype in ("bfloat16", "float32")
+    )
+    assert_equal(rounded, exact, rtol=1e-7, atol=0.05)
 
 
 def make_model(cls, **arguments):
@@ -342,8 +340,7 @@ def weights(model):
 def test_training_goes_on_after_saving(cls, tmp_path):
     model = make_model(cls, global_clipnorm=1.0)
     fit(model, epochs=3)
-    model.save(tmp_path / "model.keras")
-    restored = keras.saving.load_model(tmp_path / "model.keras")
+    restored = reloaded(model, tmp_path)
     assert restored.optimizer.get_config() == model.optimizer.get_config()
     fit(model, epochs=2)
     fit(restored, epochs=2)
@@ -386,8 +383,7 @@ def test_what_is_not_trained_does_not_decay(cls):
     before = initial(frozen)
     trained = weights(model)
     fit(model, epochs=3)
-    for a, b in zip(initial(frozen), before, strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_all_equal(frozen, before)
     assert any((a != b).any() for a, b in zip(weights(model), trained, strict=True))
 
 

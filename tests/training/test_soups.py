@@ -10,6 +10,7 @@ import pytest
 from keras_softmoe.training import greedy_soup
 from keras_softmoe.training.soups import Soup
 from tests.support.close import assert_near
+from tests.support.references import assert_all_equal
 
 
 def linear(*sizes):
@@ -99,11 +100,6 @@ def state(model):
     return [v.numpy() for v in (*model.variables, *model.optimizer.variables)]
 
 
-def assert_equal(found, expected):
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
 def test_files_and_what_is_left_alone(trained):
     model, files, (x, y) = trained
     others = [v for v in model.variables if not any(v is w for w in model.weights)]
@@ -114,7 +110,7 @@ def test_files_and_what_is_left_alone(trained):
         return -model.evaluate(x, y, verbose=0)
 
     soup = greedy_soup(model, [str(files[0]), *files[1:]], score)
-    assert_equal([v.numpy() for v in others], before)
+    assert_all_equal(others, before)
     parts = []
     for index in soup.chosen:
         model.load_weights(files[index])
@@ -142,7 +138,7 @@ def test_the_model_stays_as_it_was_after_a_failure(trained, call, error):
 
     with pytest.raises(error):
         greedy_soup(model, files, score)
-    assert_equal(state(model), before)
+    assert_all_equal(state(model), before)
 
 
 def test_a_damaged_file(trained):
@@ -151,7 +147,7 @@ def test_a_damaged_file(trained):
     linear(3, 5).save_weights(files[1])
     with pytest.raises(ValueError, match="could not be loaded"):
         greedy_soup(model, files, lambda model: 1.0)
-    assert_equal(state(model), before)
+    assert_all_equal(state(model), before)
 
 
 def test_memory_does_not_grow_with_the_files(tmp_path):
@@ -192,7 +188,7 @@ def test_score_that_is_no_number(value):
     before = model.get_weights()
     with pytest.raises(ValueError, match="one number.*with checkpoint 0"):
         greedy_soup(model, [[np.ones((1, 1))]], lambda model: value)
-    assert_equal(model.get_weights(), before)
+    assert_all_equal(model.get_weights(), before)
 
 
 def test_other_arguments():

@@ -15,9 +15,7 @@ from experiments.synthetic import (
     captioned_shapes,
 )
 from experiments.synthetic.captions import CaptionedShapes
-from experiments.synthetic.scenes import (
-    SHAPE_NAMES,
-)
+from experiments.synthetic.scenes import SHAPE_NAMES
 from tests.support.caption_reader import is_true, read_caption, scene_of
 
 HELD_OUT = [SHAPE_COLOR_CLASSES.index(name) for name in HELD_OUT_COMBINATIONS]
