@@ -83,8 +83,9 @@ class Attention(Layer):
             self.key_norm.build(heads_shape)
 
     def call(self, queries, tokens, tokens_mask=None):
-        # A NaN in padding would pass its weight of zero.
-        tokens = zero_padding(tokens, tokens_mask)
+        if tokens_mask is not None:
+            # A NaN in padding would pass its weight of zero.
+            tokens = zero_padding(tokens, tokens_mask)
         width = queries.shape[-1]
         heads = (self.num_heads, width // self.num_heads)
         # (B, Q, heads, head_dim) and twice (B, S, heads, head_dim)

@@ -58,7 +58,7 @@ class TemplateExperts(layers.Layer):
         check_whole_numbers(1, num_experts=num_experts)
         check_bools(equal_experts=equal_experts)
         check_template(expert)
-        constraints.check_divides_experts(num_experts)
+        constraints.check_placement("check_divides_experts", num_experts)
         super().__init__(**kwargs)
         self.num_experts = num_experts
         self.equal_experts = equal_experts
@@ -93,7 +93,7 @@ class TemplateExperts(layers.Layer):
         if template is not self.expert:
             # The stacked weights alone are used.
             layers.release_values(template)
-        constraints.check_layer(self)
+        constraints.check_placement("check_layer", self)
 
     def _find_map(self, training):
         """Return the function that computes a function of one expert for all."""

@@ -15,7 +15,7 @@ from keras_softmoe.keras_adapter.runs import (
     wrap_compilation,
 )
 from keras_softmoe.routers.recording import is_recording
-from keras_softmoe.sharding.constraints import check_model
+from keras_softmoe.sharding.constraints import check_placement
 from keras_softmoe.sharding.variables import gather_rows, is_sharded, num_processes
 
 # Held while settings change and while a step is compiled: otherwise the second of two
@@ -151,7 +151,7 @@ def _check_run(model, step):
         _check_optimizer(model)
     distribution = keras.distribution.distribution()
     if distribution is not None:
-        check_model(model)
+        check_placement("check_model", model)
     if isinstance(distribution, keras.distribution.ModelParallel):
         return
     sharded = next((v.path for v in model.variables if is_sharded(v)), None)

@@ -24,7 +24,6 @@ from keras_softmoe.ops.kernels import matmul
 from keras_softmoe.ops.numbers import Constant, lowest, positions, where
 from keras_softmoe.routers.assignment import TokenChoice
 from keras_softmoe.routers.losses import MODALITIES, RoutingLoss
-from keras_softmoe.routers.router import check_num_experts
 from keras_softmoe.routers.scores import Softmax, live, policy
 from keras_softmoe.routers.sparse import SparseRouter, SparseSettings
 
@@ -330,7 +329,7 @@ class LIMoERouter(SparseRouter):
         num_predicted_experts: int | None = None,
         **settings: Unpack[LIMoESettings],
     ):
-        check_num_experts(num_experts)
+        check_whole_numbers(1, num_experts=num_experts)
         check_numbers(loss_weight=loss_weight)
         assignment = ModalityTokenChoice(num_selected_experts, priority)
         modalities = Modalities(

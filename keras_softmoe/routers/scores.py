@@ -166,14 +166,12 @@ class Scores:
     adds_up = True
     # Whether the scores of a token depend on the other tokens of its group
     compares_tokens = False
+    # Weights without gradient: names, and whether there is one for each expert
+    state: ClassVar[dict] = {}
 
     def probabilities(self, logits):
         """Return the `(G, S, E)` probabilities of `(G, S, E)` logits."""
         return softmax(logits, axis=-1)
-
-    def state(self, num_experts):
-        """Return a dict from names of weights without gradient to their shapes."""
-        return {}
 
 
 @policy
@@ -210,33 +208,24 @@ class TokenScores(Softmax):
     def __post_init__(self):
         super().__post_init__()
         check_choice("score", self.score, ("softmax", "sigmoid"))
-        if self.is_biased:
+        is_biased, state = self.bias_update_rate is not None, {}
+        if is_biased:
             check_numbers(least=0, bias_update_rate=self.bias_update_rate)
+            state = {"bias": True}
         check_whole_numbers(1, bias_update_every=self.bias_update_every)
-        if self.bias_update_every > 1 and not self.is_biased:
+        if self.bias_update_every > 1:
+            # Choices of each expert and calls since the last move
+            state |= {"load": True, "calls": False}
+        if self.bias_update_every > 1 and not is_biased:
             raise ValueError(
                 "`bias_update_every` needs a `bias_update_rate`. Received: "
                 f"bias_update_every={self.bias_update_every}, bias_update_rate=None."
             )
-
-    @property
-    def is_biased(self):
-        return self.bias_update_rate is not None
-
-    @property
-    def adds_up(self):
-        return self.score == "softmax"
+        adds_up = self.score == "softmax"
+        vars(self).update(is_biased=is_biased, adds_up=adds_up, state=state)
 
     def probabilities(self, logits):
         return ops.sigmoid(logits) if self.score == "sigmoid" else softmax(logits)
-
-    def state(self, num_experts):
-        if not self.is_biased:
-            return {}
-        if self.bias_update_every == 1:
-            return {"bias": (num_experts,)}
-        # Choices of each expert and calls since the last move
-        return {"bias": (num_experts,), "load": (num_experts,), "calls": ()}
 
 
 @policy

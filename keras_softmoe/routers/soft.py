@@ -21,7 +21,7 @@ from keras_softmoe.ops.numbers import lowest, normal_like, where
 from keras_softmoe.ops.selection import zero_padding
 from keras_softmoe.routers.router import Decision, Router
 from keras_softmoe.sharding.constraints import (
-    check_layer,
+    check_placement,
     is_distributed,
     replicate,
 )
@@ -100,13 +100,11 @@ class SoftRouter(Router):
         self.initial_scale = initial_scale
         # Without a softmax of logits there are no weights.
         self._learns = "soft" in (dispatch, combine)
+        self.num_directions = self._learns * num_experts * slots_per_expert
+        self.normalizes_tokens = normalize
+        self.differs_in_training = self._learns and noise_std > 0
         if noise_std:
             self.seed_generator = keras.random.SeedGenerator()
-
-    @property
-    def differs_in_training(self) -> bool:
-        """Bool, `True` if a call in training may differ from one outside of it."""
-        return self._learns and self.noise_std > 0
 
     def capacity(self, num_tokens: int, training: bool = False) -> int:
         return self.slots_per_expert
@@ -130,15 +128,7 @@ class SoftRouter(Router):
                 initializer=keras.initializers.Constant(scale),
                 name="scale",
             )
-        check_layer(self)
-
-    @property
-    def num_directions(self) -> int:
-        return self._learns * self.num_experts * self.slots_per_expert
-
-    @property
-    def normalizes_tokens(self) -> bool:
-        return self.normalize
+        check_placement("check_layer", self)
 
     def set_directions(self, directions: ArrayLike) -> None:
         if not self._learns:

@@ -19,6 +19,7 @@ from keras_softmoe.ops.numbers import at_least, normal_like, positions, where
 from keras_softmoe.ops.routing import choice_routing
 from keras_softmoe.ops.selection import take_along
 from keras_softmoe.routers.losses import (
+    FORMER_WEIGHTS,
     Routed,
     RoutingLoss,
     checked_losses,
@@ -90,13 +91,10 @@ class SparseRouter(Router, PolicySettings):
         **settings,
     ):
         of_capacity = [field.name for field in dataclasses.fields(Capacity)]
-        accepted = [
-            *keyword_names(type(self).__init__),
-            *SparseSettings.__annotations__,
-            *of_capacity,
-            "dtype",
-        ]
-        check_names(f"`{type(self).__name__}`", settings, accepted)
+        known = [*SparseSettings.__annotations__, *of_capacity, "dtype"]
+        if not settings.keys() <= {*known}:
+            accepted = [*keyword_names(type(self).__init__), *known]
+            check_names(f"`{type(self).__name__}`", settings, accepted)
         slots = {name: settings.pop(name) for name in of_capacity if name in settings}
         super().__init__(num_experts, **settings)
         # Policies check their own fields, and then whether they fit together.
@@ -104,6 +102,7 @@ class SparseRouter(Router, PolicySettings):
         self.scores = scores
         self.assignment = assignment
         self.modalities = modalities
+        self._kernel_names = modalities.kernels if modalities else ("kernel",)
         assignment.check(num_experts, self.capacity_policy)
         if modalities is not None:
             modalities.check(num_experts, assignment.choices)
@@ -119,6 +118,7 @@ class SparseRouter(Router, PolicySettings):
         self.routing_losses = checked_losses(
             losses, self.num_predicted_experts, scores, assignment
         )
+        self._objects = {"losses": self.routing_losses}
         self.loss_weight = loss_weight
         # Always made: `set_routing` may ask for random numbers later.
         self.seed_generator = keras.random.SeedGenerator()
@@ -126,7 +126,8 @@ class SparseRouter(Router, PolicySettings):
     def build(self, tokens_shape):
         # Not for LIMoE: its number of slots depends on the modalities of a call.
         if tokens_shape[1] is not None and not self.knows_modalities:
-            self.check_group(tokens_shape[1])
+            # Raises if there is no slot.
+            self.capacity(tokens_shape[1])
         for name in self._kernel_names:
             kernel = self.add_weight(
                 shape=(tokens_shape[-1], self.num_predicted_experts),
@@ -134,9 +135,10 @@ class SparseRouter(Router, PolicySettings):
                 name=name,
             )
             setattr(self, name, kernel)
-        for name, shape in self._state.items():
+        state = {**self.scores.state, **self.assignment.state}
+        for name, is_per_expert in state.items():
             weight = self.add_weight(
-                shape=shape,
+                shape=(self.num_experts,) * is_per_expert,
                 initializer="zeros",
                 trainable=False,
                 # TensorFlow replicas each see a part of the batch.
@@ -222,21 +224,12 @@ class SparseRouter(Router, PolicySettings):
     @property
     def differs_in_training(self) -> bool:
         """Bool, `True` if a call in training may differ from one outside of it."""
-        learns = self.trainable and bool(self.routing_losses or self._state)
+        has_state = self.scores.state or self.assignment.state
+        learns = self.trainable and bool(self.routing_losses or has_state)
         factors = self._capacity_factor(True), self._capacity_factor(False)
         return learns or bool(self.scores.noise_std) or factors[0] != factors[1]
 
-    @property
-    def _state(self):
-        """Dict from names of weights without gradient to their shapes."""
-        policies = (self.scores, self.assignment)
-        return {k: s for p in policies for k, s in p.state(self.num_experts).items()}
-
     # === Logits ===
-
-    @property
-    def _kernel_names(self):
-        return ("kernel",) if self.modalities is None else self.modalities.kernels
 
     def _logits(self, tokens, masks):
         if self.modalities is None:
@@ -292,7 +285,7 @@ class SparseRouter(Router, PolicySettings):
     def capacity(self, num_tokens, training=False, single_modality=False):
         factor = self._capacity_factor(training, 1 if single_modality else 0)
         return self.capacity_policy.slots(
-            factor, num_tokens, self.choices_per_token, self.num_experts
+            factor, num_tokens, self.assignment.choices, self.num_experts
         )
 
     def num_rows(self, num_tokens, training=False):
@@ -405,7 +398,9 @@ class SparseRouter(Router, PolicySettings):
 
     @classmethod
     def from_config(cls, config):
-        return super().from_config(with_losses(config, cls.default_losses))
+        if not FORMER_WEIGHTS.keys().isdisjoint(config):
+            config = with_losses(config, cls.default_losses)
+        return super().from_config(config)
 
     def get_config(self):
         averaged = self.loss_weight is not None
@@ -416,9 +411,6 @@ class SparseRouter(Router, PolicySettings):
             **({"loss_weight": self.loss_weight} if averaged else {}),
             "random_logits": self.random_logits,
         }
-
-    def _arguments(self):
-        return {**self.get_config(), "losses": self.routing_losses}
 
 
 def _first_slots(token, filled, limit):
