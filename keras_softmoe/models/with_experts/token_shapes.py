@@ -5,7 +5,7 @@ import functools
 import keras
 from keras import ops
 
-from keras_softmoe.keras_adapter.surgery import call_symbolically, is_functional
+from keras_softmoe.keras_adapter.surgery import FUNCTIONAL, call_symbolically
 from keras_softmoe.models.with_experts.mlp_sites import GATED
 
 # Tokens of a text whose length a model leaves open, where a number is needed.
@@ -16,7 +16,7 @@ def ends(model):
     """Return the inputs and outputs of a model as (structures of) Keras tensors."""
     if isinstance(model, keras.Sequential):
         return model.inputs[0], model.outputs[0]
-    if is_functional(model):
+    if isinstance(model, FUNCTIONAL):
         return model.input, model.output
     inputs = keras.Input(model.get_build_config()["input_shape"][1:])
     return inputs, model(inputs)
