@@ -1,6 +1,5 @@
 """The Transformer encoder: blocks, some of them mixtures of experts."""
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -32,8 +31,7 @@ class Mixture(Settings):
 
     def mixture(self) -> dict[str, Any]:
         """Return these settings alone, arguments of `layers.MoE`."""
-        names = (field.name for field in dataclasses.fields(Mixture))
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in Mixture.__annotations__}
 
 
 @record

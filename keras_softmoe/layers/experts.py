@@ -10,10 +10,13 @@ from keras_softmoe.keras_adapter.layers import Layer
 from keras_softmoe.keras_adapter.runs import is_traced_for_xla
 from keras_softmoe.layers.expert_bank import ExpertBank, per_expert
 from keras_softmoe.layers.groups import by_expert
-from keras_softmoe.layers.mlp import activation_of, small_bias
+from keras_softmoe.layers.mlp import activation_of
 from keras_softmoe.ops.grouped import grouped_affine, map_experts
 from keras_softmoe.ops.kernels import affine, chunked_map, reshape
 from keras_softmoe.sharding.constraints import check_placement, is_distributed
+
+# In int4 a bank has a kernel of floats, as without quantization.
+_IN_8_BITS = ("int8", "float8")
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -104,7 +107,8 @@ class Experts(Layer):
                 # A bias for each expert and output, (E, 1, H)
                 bias_axes=equation[-3] + equation[-1],
                 kernel_initializer=kernel_initializer,
-                bias_initializer=small_bias(),
+                # As in the papers' code
+                bias_initializer=keras.initializers.RandomNormal(stddev=1e-6),
                 dtype=self.dtype_policy,
                 name=name,
             )
@@ -118,7 +122,8 @@ class Experts(Layer):
     def takes_rows(self) -> bool:
         """Return whether rows sorted by expert are supported, besides slots."""
         # XLA must know the number of rows of an expert when it compiles.
-        return not self._computes_in_8_bits() and not is_traced_for_xla()
+        modes = {bank.quantization_mode for bank in self.banks}
+        return modes.isdisjoint(_IN_8_BITS) and not is_traced_for_xla()
 
     def call(self, slots, count=None, training=None):
         if count is not None:
@@ -126,14 +131,10 @@ class Experts(Layer):
         mlps = functools.partial(self._mlps, training=training)
         return by_expert(mlps, slots, self.path)
 
-    def _computes_in_8_bits(self):
-        # In int4 a bank has a kernel of floats, as without quantization.
-        return any(bank.quantization_mode in ("int8", "float8") for bank in self.banks)
-
     def _mlps(self, x, training, count=None):
         """Return the experts' outputs for slots `(E, G * C, D)`, or rows `(N, D)`."""
         banks = self.banks
-        if self._computes_in_8_bits():
+        if any(bank.quantization_mode in _IN_8_BITS for bank in banks):
             # The banks multiply integers themselves.
             hidden = _activated([bank(x) for bank in banks[:-1]], self._activate)
             return banks[-1](self.dropout(hidden, training=training))

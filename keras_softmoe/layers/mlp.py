@@ -89,7 +89,11 @@ class MLP(Layer):
         sizes["output_dense"] = (self.mlp_dim, width)
         for name, (num_inputs, units) in sizes.items():
             dense = keras.layers.Dense(
-                units, bias_initializer=small_bias(), dtype=self.dtype_policy, name=name
+                units,
+                # As in the papers' code
+                bias_initializer=keras.initializers.RandomNormal(stddev=1e-6),
+                dtype=self.dtype_policy,
+                name=name,
             )
             setattr(self, name, dense)
             dense.build((*axes, num_inputs))
@@ -125,8 +129,3 @@ def _multiply(dense, x):
         return dense(x)
     # All images are one matrix here, which is faster than the layer's own product.
     return affine(x, dense.kernel, dense.bias)
-
-
-def small_bias():
-    """Return the initializer of biases in the papers' code."""
-    return keras.initializers.RandomNormal(stddev=1e-6)

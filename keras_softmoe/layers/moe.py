@@ -20,13 +20,7 @@ from keras_softmoe.layers.experts import Experts
 from keras_softmoe.layers.mlp import MLP
 from keras_softmoe.layers.template import check_template, serialized_template
 from keras_softmoe.layers.template_experts import TemplateExperts
-from keras_softmoe.ops import (
-    ChoiceRouting,
-    SlotRouting,
-    combine,
-    dispatch,
-    to_dense,
-)
+from keras_softmoe.ops import ChoiceRouting, SlotRouting, combine, dispatch, to_dense
 from keras_softmoe.ops.kernels import reshape
 from keras_softmoe.ops.routing import to_slots
 from keras_softmoe.ops.selection import zero_padding

@@ -69,10 +69,6 @@ class ExpertChoice:
         """
         return best_tokens(selection, slots, valid, sharded)
 
-    def gates(self, scores, chosen):
-        """Return the `(G, S, E)` weights from which gates are taken."""
-        return scores
-
 
 @policy
 class TokenChoice:
@@ -129,9 +125,8 @@ class TokenChoice:
             selection, chosen, self.priority, self.keep_fraction, valid, seed=seed
         )
 
-    def gates(self, scores, chosen):
-        if not self.normalize_gates:
-            return scores
+    def normalized(self, scores, chosen):
+        """Return `(G, S, E)` scores, divided by the sum of those of the choices."""
         # The sum of the chosen scores, (G, S, 1)
         found = take_along(scores, chosen, axis=-1)
         total = ops.stop_gradient(ops.sum(found, axis=-1, keepdims=True))

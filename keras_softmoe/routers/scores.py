@@ -13,11 +13,7 @@ from typing import ClassVar
 import numpy as np
 from keras import ops
 
-from keras_softmoe.checks import (
-    check_choice,
-    check_numbers,
-    check_whole_numbers,
-)
+from keras_softmoe.checks import check_choice, check_numbers, check_whole_numbers
 from keras_softmoe.ops import sinkhorn_plan, sparse_transport_plan
 from keras_softmoe.ops.capacity import (
     MULTIPLE_OF,
@@ -83,16 +79,6 @@ def _setting(name):
         setattr(router, attribute, changed)
 
     return property(read, change)
-
-
-def settings_of(policies):
-    """Return a dict from the settings of policies to their values."""
-    return {f.name: getattr(p, f.name) for p in policies for f in fields(p)}
-
-
-def mutable_settings(policies):
-    """Return the names of the settings that may change, of policies or classes."""
-    return tuple(f.name for p in policies for f in fields(p) if "live" in f.metadata)
 
 
 # === Capacity ===

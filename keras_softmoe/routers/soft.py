@@ -124,9 +124,7 @@ class SoftRouter(Router):
             if scale == _UNIT_VARIANCE:
                 scale = math.sqrt(tokens_shape[-1])
             self.scale = self.add_weight(
-                shape=(),
-                initializer=keras.initializers.Constant(scale),
-                name="scale",
+                shape=(), initializer=keras.initializers.Constant(scale), name="scale"
             )
         check_placement("check_layer", self)
 

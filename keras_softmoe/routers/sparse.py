@@ -1,8 +1,8 @@
 """The sparse router: one algorithm, made of policies."""
 
-import dataclasses
 import warnings
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import TypedDict
 
 import keras
@@ -27,13 +27,7 @@ from keras_softmoe.routers.losses import (
     with_losses,
 )
 from keras_softmoe.routers.router import Decision, Router
-from keras_softmoe.routers.scores import (
-    Capacity,
-    PolicySettings,
-    mutable_settings,
-    settings_of,
-    slots_by_length,
-)
+from keras_softmoe.routers.scores import Capacity, PolicySettings, slots_by_length
 from keras_softmoe.sharding.constraints import is_distributed
 
 
@@ -90,7 +84,7 @@ class SparseRouter(Router, PolicySettings):
         random_logits=False,
         **settings,
     ):
-        of_capacity = [field.name for field in dataclasses.fields(Capacity)]
+        of_capacity = [field.name for field in fields(Capacity)]
         known = [*SparseSettings.__annotations__, *of_capacity, "dtype"]
         if not settings.keys() <= {*known}:
             accepted = [*keyword_names(type(self).__init__), *known]
@@ -189,7 +183,8 @@ class SparseRouter(Router, PolicySettings):
             gates = scores
         elif not self.noisy_gates and noisy_logits is not logits:
             gates = self.scores.probabilities(logits)
-        gates = self.assignment.gates(gates, chosen)
+        if getattr(self.assignment, "normalize_gates", False):
+            gates = self.assignment.normalized(gates, chosen)
         # 7. Assignment: tokens to slots, or rows for all choices if nothing is dropped
         seed = self.seed_generator
         if factor is None and self.assignment.has_rows:
@@ -394,7 +389,9 @@ class SparseRouter(Router, PolicySettings):
 
     @property
     def mutable_settings(self):
-        return (*mutable_settings(self.policies), "random_logits")
+        settings = (one for policy in self.policies for one in fields(policy))
+        live = [one.name for one in settings if "live" in one.metadata]
+        return (*live, "random_logits")
 
     @classmethod
     def from_config(cls, config):
@@ -406,7 +403,11 @@ class SparseRouter(Router, PolicySettings):
         averaged = self.loss_weight is not None
         return {
             **super().get_config(),
-            **settings_of(self.policies),
+            **{
+                one.name: getattr(p, one.name)
+                for p in self.policies
+                for one in fields(p)
+            },
             "losses": [serialize_loss(loss) for loss in self.routing_losses],
             **({"loss_weight": self.loss_weight} if averaged else {}),
             "random_logits": self.random_logits,
