@@ -158,9 +158,6 @@ class PositionEmbedding(Layer):
         table = self._table.on(tokens) if is_fixed else self.embedding
         return tokens + ops.cast(table, tokens.dtype)
 
-    def compute_output_shape(self, tokens_shape):
-        return tokens_shape
-
     def save_own_variables(self, store):
         super().save_own_variables(store)
         if self.kind == "learned":

@@ -161,9 +161,6 @@ class Experts(Layer):
             return map_experts(mlp, self._stages, x, stages, count)
         return chunked_map(mlp, [x, *weights], sharded)
 
-    def compute_output_shape(self, slots_shape):
-        return slots_shape
-
     def get_config(self):
         return {
             **super().get_config(),

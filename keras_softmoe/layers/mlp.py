@@ -110,9 +110,6 @@ class MLP(Layer):
             return self._activate(gate) * hidden
         return self._activate(hidden)
 
-    def compute_output_shape(self, inputs_shape):
-        return inputs_shape
-
     def get_config(self):
         return {
             **super().get_config(),

@@ -295,9 +295,6 @@ class MoE(Layer):
             return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
         return ops.cast(ops.cast(x, self.dispatch_dtype), x.dtype)
 
-    def compute_output_shape(self, inputs_shape):
-        return inputs_shape
-
     def get_config(self):
         router = keras.saving.serialize_keras_object(self.router)
         # It is built for the group size of the configuration, which may differ now.

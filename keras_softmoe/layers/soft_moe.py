@@ -70,9 +70,6 @@ class SoftMoE(Layer):
     def call(self, inputs, mask=None, training=None):
         return self.moe(inputs, mask=mask, training=training)
 
-    def compute_output_shape(self, inputs_shape):
-        return inputs_shape
-
     def get_config(self):
         return {
             **super().get_config(),

@@ -154,6 +154,9 @@ class Router(Layer):
             note(self, decision)
         return decision
 
+    # Found by a call: the output is a `Decision`.
+    compute_output_shape = keras.layers.Layer.compute_output_shape
+
     def compute_output_spec(self, tokens, *args, **kwargs):
         # For a call in a functional model, whose summary is complete
         routing, summary = super().compute_output_spec(tokens, *args, **kwargs)

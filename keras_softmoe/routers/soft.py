@@ -90,7 +90,20 @@ class SoftRouter(Router):
         check_whole_numbers(1, slots_per_expert=slots_per_expert)
         check_bools(normalize=normalize)
         check_numbers(least=0, noise_std=noise_std)
-        _check_scale(initial_scale, normalize)
+        if isinstance(initial_scale, str):
+            is_accepted = initial_scale == _UNIT_VARIANCE
+        else:
+            is_accepted = is_number(initial_scale) and initial_scale > 0
+        if not is_accepted:
+            raise ValueError(
+                f"`initial_scale` must be a positive number, or '{_UNIT_VARIANCE}' for "
+                f"the square root of the width. {received(initial_scale=initial_scale)}"
+            )
+        if not normalize and initial_scale != 1:
+            raise ValueError(
+                "Logits that are not normalized have no scale. "
+                + received(initial_scale=initial_scale, normalize=normalize)
+            )
         super().__init__(num_experts, **kwargs)
         self.slots_per_expert = slots_per_expert
         self.dispatch = dispatch
@@ -199,23 +212,6 @@ class SoftRouter(Router):
             "noise_std": self.noise_std,
             "initial_scale": self.initial_scale,
         }
-
-
-def _check_scale(initial_scale, normalize):
-    if isinstance(initial_scale, str):
-        is_accepted = initial_scale == _UNIT_VARIANCE
-    else:
-        is_accepted = is_number(initial_scale) and initial_scale > 0
-    if not is_accepted:
-        raise ValueError(
-            f"`initial_scale` must be a positive number, or '{_UNIT_VARIANCE}' for the "
-            f"square root of the width. {received(initial_scale=initial_scale)}"
-        )
-    if not normalize and initial_scale != 1:
-        raise ValueError(
-            "Logits that are not normalized have no scale. "
-            + received(initial_scale=initial_scale, normalize=normalize)
-        )
 
 
 def _inverse_norm(x, axis):

@@ -306,13 +306,9 @@ class SparseRouter(Router, PolicySettings):
     def _limit(self, num_tokens, largest, factor):
         """Return the slots of an expert in each group, `(G,)` int."""
         # A table, as the numbers may be known only when a compiled function runs
-        table = slots_by_length(
-            self.capacity_policy,
-            factor,
-            largest,
-            self.choices_per_token,
-            self.num_experts,
-        )
+        choices, num_experts = self.choices_per_token, self.num_experts
+        policy = self.capacity_policy
+        table = slots_by_length(policy, factor, largest, choices, num_experts)
         return take_rows(table.on(num_tokens), num_tokens)
 
     # === Losses ===
@@ -344,10 +340,21 @@ class SparseRouter(Router, PolicySettings):
             return
         summary["auxiliary_loss"] = auxiliary_loss
         # With a frozen router the loss would only train the layers before it.
-        if self.trainable:
-            loss = _mean_of_groups(auxiliary_loss, num_tokens)
-            # Keras adds losses in `floatx`.
-            self.add_loss(ops.cast(loss, keras.config.floatx()))
+        if not self.trainable:
+            return
+        # The mean over the groups with tokens, 0 if there are none
+        if num_tokens is not None:
+            has_tokens = num_tokens > 0
+            count = at_least(ops.sum(ops.cast(has_tokens, auxiliary_loss.dtype)), 1.0)
+            loss = ops.sum(where(has_tokens, auxiliary_loss, 0.0)) / count
+        elif auxiliary_loss.shape[0]:
+            loss = ops.mean(auxiliary_loss)
+        else:
+            # On TensorFlow the batch size may be known only when the graph runs.
+            count = ops.cast(ops.shape(auxiliary_loss)[0], auxiliary_loss.dtype)
+            loss = ops.sum(auxiliary_loss) / at_least(count, 1.0)
+        # Keras adds losses in `floatx`.
+        self.add_loss(ops.cast(loss, keras.config.floatx()))
 
     def _auxiliary_loss(self, routed):
         """Return the total loss, `(G,)`, or `None` if no loss applies."""
@@ -422,20 +429,6 @@ def _first_slots(token, filled, limit):
     slots = positions(filled.shape[-1], filled)
     filled = filled & (slots < limit[:, None, None])
     return where(filled, token, 0), filled
-
-
-def _mean_of_groups(losses, num_tokens):
-    """Return the mean over the groups with tokens; 0 if there are none."""
-    if num_tokens is None:
-        groups = losses.shape[0]
-        if groups is not None and groups != 0:
-            return ops.mean(losses)
-        # On TensorFlow the batch size may be known only when the graph runs.
-        groups = ops.cast(ops.shape(losses)[0], losses.dtype)
-        return ops.sum(losses) / at_least(groups, 1.0)
-    has_tokens = num_tokens > 0
-    count = at_least(ops.sum(ops.cast(has_tokens, losses.dtype)), 1.0)
-    return ops.sum(where(has_tokens, losses, 0.0)) / count
 
 
 def _warn_of_losses_left_out(distiller):
