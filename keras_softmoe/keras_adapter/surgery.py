@@ -11,8 +11,6 @@ from keras.src.backend import compute_output_spec
 from keras.src.models.functional import Functional
 from keras.src.utils.naming import to_snake_case
 
-from keras_softmoe.keras_adapter.layers import flatten_layers
-
 # Models that are a graph of layers, with Keras tensors as their ends. Would be replaced
 # by: a public `keras.models.Functional`.
 FUNCTIONAL = Functional | keras.Sequential
@@ -103,7 +101,7 @@ def forget_calls(layer):
 def renew_parameters(model):
     """Register weights anew. Would be replaced by: lists that follow the variables."""
     if keras.backend.backend() == "torch":
-        for layer in flatten_layers(model):
+        for layer in model._flatten_layers():
             if hasattr(layer, "_torch_params"):
                 layer._track_variables()
 
@@ -120,7 +118,7 @@ def call_symbolically(model, inputs, around=None, start=None, parts=None):
     around = around or {}
     is_layer = isinstance(model, keras.Layer)
     if is_layer:
-        parts = flatten_layers(model)
+        parts = list(model._flatten_layers())
     training = is_layer and model._call_has_training_arg
     known = {"training": False} if training else {}
 

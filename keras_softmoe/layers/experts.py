@@ -126,12 +126,13 @@ class Experts(Layer):
         return modes.isdisjoint(_IN_8_BITS) and not is_traced_for_xla()
 
     def call(self, slots, count=None, training=None):
+        sharded = is_distributed()
         if count is not None:
-            return self._mlps(slots, training, count)
-        mlps = functools.partial(self._mlps, training=training)
-        return by_expert(mlps, slots, self.path)
+            return self._mlps(slots, training, sharded, count)
+        mlps = functools.partial(self._mlps, training=training, sharded=sharded)
+        return by_expert(mlps, slots, self.path, sharded)
 
-    def _mlps(self, x, training, count=None):
+    def _mlps(self, x, training, sharded, count=None):
         """Return the experts' outputs for slots `(E, G * C, D)`, or rows `(N, D)`."""
         banks = self.banks
         if any(bank.quantization_mode in _IN_8_BITS for bank in banks):
@@ -140,7 +141,6 @@ class Experts(Layer):
             return banks[-1](self.dropout(hidden, training=training))
         weights = [weight for bank in banks for weight in (bank.kernel, bank.bias)]
         weights = [w.value if isinstance(w, keras.Variable) else w for w in weights]
-        sharded = is_distributed()
         multiply = functools.partial(affine, sharded=sharded)
         if count is not None:
             multiply = functools.partial(grouped_affine, count=count)

@@ -182,6 +182,7 @@ class TemplateExperts(layers.Layer):
                 drawn = keras.random.randint(shape, 0, 1 << 30, seed=seed)
                 values.append(ops.cast(drawn, state.dtype))
         map_experts, one = self._maps[bool(training)], self._one(training, states)
+        sharded = constraints.is_distributed()
         if keras.backend.backend() == "torch":
             import torch
 
@@ -197,14 +198,13 @@ class TemplateExperts(layers.Layer):
             if states:
                 y = some_experts(x, *values)
             else:
-                distributed = constraints.is_distributed()
-                y = chunked_map(some_experts, [x, *values], distributed)
+                y = chunked_map(some_experts, [x, *values], sharded)
             return ops.cast(y, x.dtype)
 
         # One vector per slot for `by_expert`: (G, E, C, H * W * D)
         _, num_experts, capacity, *axes = slots.shape
         flat = reshape(slots, (-1, num_experts, capacity, math.prod(axes)))
-        outputs = by_expert(all_experts, flat, self.path)
+        outputs = by_expert(all_experts, flat, self.path, sharded)
         return reshape(outputs, (-1, num_experts, capacity, *axes))
 
     # === Refusals ===

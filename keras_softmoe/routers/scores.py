@@ -192,7 +192,7 @@ class TokenScores(Softmax):
     bias_update_every: int = 1
 
     def __post_init__(self):
-        super().__post_init__()
+        check_numbers(least=0, noise_std=self.noise_std)
         check_choice("score", self.score, ("softmax", "sigmoid"))
         is_biased, state = self.bias_update_rate is not None, {}
         if is_biased:

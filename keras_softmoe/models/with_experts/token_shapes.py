@@ -103,9 +103,8 @@ def token_shapes(model, sites):
 def example_inputs(model, batch_size=1):
     """Return the inputs of a model as Keras tensors of known sizes."""
     tokens = getattr(model, "max_sequence_length", None) or _TOKENS
-
-    def example(x):
+    inputs, found = ends(model)[0], []
+    for x in keras.tree.flatten(inputs):
         sizes = (tokens if n is None else n for n in x.shape[1:])
-        return keras.KerasTensor((batch_size, *sizes), x.dtype)
-
-    return keras.tree.map_structure(example, ends(model)[0])
+        found.append(keras.KerasTensor((batch_size, *sizes), x.dtype))
+    return keras.tree.pack_sequence_as(inputs, found)
