@@ -28,6 +28,9 @@ class Layer(keras.layers.Layer):
     and saving the flag of each.
     """
 
+    # Names of arguments of the constructor, which `get_config` returns
+    config_arguments: tuple = ()
+
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
         if keras.backend.backend() == "torch":
@@ -35,6 +38,10 @@ class Layer(keras.layers.Layer):
 
     def compute_output_shape(self, inputs_shape):
         return inputs_shape
+
+    def get_config(self):
+        own = {name: getattr(self, name) for name in self.config_arguments}
+        return {**super().get_config(), **own}
 
     def _post_build(self):
         super()._post_build()

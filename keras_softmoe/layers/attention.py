@@ -38,6 +38,8 @@ class Attention(Layer):
     2023 (ViT-22B), section 2.
     """
 
+    config_arguments = ("num_heads", "use_qk_norm")
+
     def __init__(self, num_heads: int, use_qk_norm: bool = False, **kwargs):
         check_whole_numbers(1, num_heads=num_heads)
         super().__init__(**kwargs)
@@ -101,13 +103,6 @@ class Attention(Layer):
 
     def compute_output_shape(self, queries_shape, tokens_shape):
         return queries_shape
-
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "num_heads": self.num_heads,
-            "use_qk_norm": self.use_qk_norm,
-        }
 
 
 def _project(dense, x, *outputs):

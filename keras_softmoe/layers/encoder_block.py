@@ -195,6 +195,8 @@ class LayerScale(Layer):
     Source: Touvron et al. 2021 (CaiT), section 2.1.
     """
 
+    config_arguments = ("initial_value",)
+
     def __init__(self, initial_value: float = 1e-5, **kwargs):
         check_numbers(over=0, initial_value=initial_value)
         super().__init__(**kwargs)
@@ -210,6 +212,3 @@ class LayerScale(Layer):
 
     def call(self, inputs):
         return inputs * ops.cast(self.gamma, inputs.dtype)
-
-    def get_config(self):
-        return {**super().get_config(), "initial_value": self.initial_value}

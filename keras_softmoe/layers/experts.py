@@ -55,6 +55,11 @@ class Experts(Layer):
         (2, 4, 3, 16)
     """
 
+    config_arguments = (
+        *("num_experts", "mlp_dim", "equal_experts", "dropout_rate", "remat"),
+        *("activation", "gated"),
+    )
+
     def __init__(
         self,
         num_experts: int,
@@ -160,18 +165,6 @@ class Experts(Layer):
             stages = (weights,) if self.remat else (weights[:-2], weights[-2:])
             return map_experts(mlp, self._stages, x, stages, count)
         return chunked_map(mlp, [x, *weights], sharded)
-
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "num_experts": self.num_experts,
-            "mlp_dim": self.mlp_dim,
-            "equal_experts": self.equal_experts,
-            "dropout_rate": self.dropout_rate,
-            "remat": self.remat,
-            "activation": self.activation,
-            "gated": self.gated,
-        }
 
 
 def _activated(products, activate):

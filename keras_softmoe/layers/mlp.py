@@ -67,6 +67,8 @@ class MLP(Layer):
         (2, 16, 32)
     """
 
+    config_arguments = ("mlp_dim", "activation", "gated")
+
     def __init__(
         self, mlp_dim: int, activation: str = "gelu_tanh", gated: bool = False, **kwargs
     ):
@@ -109,14 +111,6 @@ class MLP(Layer):
             gate = _multiply(self.gate_dense, inputs)
             return self._activate(gate) * hidden
         return self._activate(hidden)
-
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "mlp_dim": self.mlp_dim,
-            "activation": self.activation,
-            "gated": self.gated,
-        }
 
 
 def _multiply(dense, x):

@@ -3,7 +3,6 @@
 import contextlib
 import contextvars
 import functools
-import math
 import os
 from types import SimpleNamespace
 
@@ -166,7 +165,7 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
 
 
 @contextlib.contextmanager
-def weights_follow(file_bytes=math.inf):
+def weights_follow(file_bytes):
     """Scope in which backbones are made whose weights are all loaded afterwards.
 
     They are initialized with zeros, apart from new heads. A configuration of a few

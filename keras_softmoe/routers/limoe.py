@@ -140,10 +140,6 @@ class Modalities:
             return ("kernel",)
         return tuple(f"{name}_kernel" for name in MODALITIES)
 
-    @property
-    def is_pruned(self):
-        return self.kept_experts is not None
-
     def check(self, num_experts, choices):
         """Raise unless the policies of a router fit together."""
         self._check_kept_experts(num_experts)
@@ -225,7 +221,7 @@ class Modalities:
 
     def kept(self, probabilities):
         """Return the probabilities of the experts that were not pruned."""
-        if not self.is_pruned:
+        if self.kept_experts is None:
             return probabilities
         # After the softmax over all, so that gates stay as large as in training
         index = _kept_experts(self.kept_experts).on(probabilities)

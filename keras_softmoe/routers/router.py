@@ -291,6 +291,7 @@ class Router(Layer):
             "name": self.name,
             "trainable": self.trainable,
             "num_experts": self.num_experts,
+            **{name: getattr(self, name) for name in self.config_arguments},
         }
 
 

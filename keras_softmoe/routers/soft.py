@@ -72,6 +72,10 @@ class SoftRouter(Router):
         (4, 16, 8, 2)
     """
 
+    config_arguments = (
+        *("slots_per_expert", "dispatch", "combine", "normalize"),
+        *("noise_std", "initial_scale"),
+    )
     mixes_tokens = True
 
     def __init__(
@@ -201,17 +205,6 @@ class SoftRouter(Router):
             noise = normal_like(logits, self.seed_generator, self.noise_std)
             logits = logits + noise
         return logits
-
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "slots_per_expert": self.slots_per_expert,
-            "dispatch": self.dispatch,
-            "combine": self.combine,
-            "normalize": self.normalize,
-            "noise_std": self.noise_std,
-            "initial_scale": self.initial_scale,
-        }
 
 
 def _inverse_norm(x, axis):

@@ -257,10 +257,10 @@ class SparseRouter(Router, PolicySettings):
 
     @property
     def num_directions(self):
-        of_modalities = self.modalities is not None and (
-            self.modalities.per_modality or self.modalities.is_pruned
-        )
-        return 0 if of_modalities else self.num_experts
+        policy = self.modalities
+        if policy and (policy.per_modality or policy.kept_experts is not None):
+            return 0
+        return self.num_experts
 
     def set_directions(self, directions):
         if not self.num_directions:
