@@ -68,7 +68,7 @@ WALKS = {
     "from_preset": (from_preset, 128, None, None),
     "add_experts": (add_experts, 90, None, None),
     "save_to_preset": (save_to_preset, 47, None, None),
-    "second fit": (second_fit, 83, None, None),
+    "second fit": (second_fit, 82, None, None),
 }
 
 
