@@ -28,8 +28,8 @@ class Image(Settings):
         patch_size = checks.pair(self.patch_size)
         grid = checks.patch_grid(image_shape, patch_size)
         # In one form, past the record, which is frozen
-        vars(self).update(image_shape=image_shape, patch_size=patch_size)
-        vars(self).update(patch_grid=grid)
+        found = {"image_shape": image_shape, "patch_size": patch_size}
+        vars(self).update(found, patch_grid=grid)
 
 
 @record

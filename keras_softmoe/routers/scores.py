@@ -194,19 +194,19 @@ class TokenScores(Softmax):
     def __post_init__(self):
         check_numbers(least=0, noise_std=self.noise_std)
         check_choice("score", self.score, ("softmax", "sigmoid"))
-        is_biased, state = self.bias_update_rate is not None, {}
+        is_biased = self.bias_update_rate is not None
         if is_biased:
             check_numbers(least=0, bias_update_rate=self.bias_update_rate)
-            state = {"bias": True}
         check_whole_numbers(1, bias_update_every=self.bias_update_every)
-        if self.bias_update_every > 1:
-            # Choices of each expert and calls since the last move
-            state |= {"load": True, "calls": False}
         if self.bias_update_every > 1 and not is_biased:
             raise ValueError(
                 "`bias_update_every` needs a `bias_update_rate`. Received: "
                 f"bias_update_every={self.bias_update_every}, bias_update_rate=None."
             )
+        state = {"bias": True} if is_biased else {}
+        if self.bias_update_every > 1:
+            # Choices of each expert and calls since the last move
+            state |= {"load": True, "calls": False}
         adds_up = self.score == "softmax"
         vars(self).update(is_biased=is_biased, adds_up=adds_up, state=state)
 
