@@ -192,22 +192,24 @@ def checked_image_shape(image_shape):
 
 
 def patch_grid(image_shape, patch_size):
-    """Return the `(rows, columns)` of patches, which must cover the image exactly."""
-    patch_size = pair(patch_size)
-    height, width, _ = image_shape = checked_image_shape(image_shape)
+    """Return the `(rows, columns)` of patches, which must cover the image exactly.
+
+    The arguments are results of `checked_image_shape` and `pair`.
+    """
+    (height, width, _), (of_rows, of_columns) = image_shape, patch_size
+    rows, columns = height // of_rows, width // of_columns
+    covers = (rows * of_rows, columns * of_columns) == (height, width)
+    if covers and rows * columns <= LARGEST["num_patches"]:
+        return rows, columns
+    rule = (
+        f"An image must have at most {LARGEST['num_patches']:,} patches, since "
+        f"attention compares each with each, not {rows} x {columns}."
+        if covers
+        else "The patches must cover the image exactly: the patch size has to divide "
+        "height and width."
+    )
     sizes = received(image_shape=image_shape, patch_size=patch_size)
-    if height % patch_size[0] or width % patch_size[1]:
-        raise ValueError(
-            "The patches must cover the image exactly: the patch size has to divide "
-            f"height and width. {sizes}"
-        )
-    rows, columns = height // patch_size[0], width // patch_size[1]
-    if rows * columns > LARGEST["num_patches"]:
-        raise ValueError(
-            f"An image must have at most {LARGEST['num_patches']:,} patches, since "
-            f"attention compares each with each, not {rows} x {columns}. {sizes}"
-        )
-    return rows, columns
+    raise ValueError(f"{rule} {sizes}")
 
 
 def table(rows, left=1):

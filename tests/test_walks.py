@@ -63,12 +63,12 @@ def second_fit(_):
 
 # Walk, most functions, most returns to a file, most calls.
 WALKS = {
-    "token choice": (token_choice, 45, 20, 74),
-    "soft": (soft, 30, None, None),
-    "from_preset": (from_preset, 165, None, None),
-    "add_experts": (add_experts, 130, None, None),
-    "save_to_preset": (save_to_preset, 60, None, None),
-    "second fit": (second_fit, 90, None, None),
+    "token choice": (token_choice, 43, 19, 71),
+    "soft": (soft, 27, 11, 50),
+    "from_preset": (from_preset, 128, None, None),
+    "add_experts": (add_experts, 90, None, None),
+    "save_to_preset": (save_to_preset, 47, None, None),
+    "second fit": (second_fit, 82, None, None),
 }
 
 

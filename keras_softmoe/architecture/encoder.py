@@ -1,6 +1,5 @@
 """The Transformer encoder: blocks, some of them mixtures of experts."""
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -30,15 +29,9 @@ class Mixture(Settings):
     dispatch_dtype: str | None = None
     shared_mlp_dim: int | None = None
 
-    def __post_init__(self):
-        super().__post_init__()
-        # Dense models, too: with other `moe_layers` they are mixtures of experts.
-        MoE.check_settings(**self.mixture())
-
     def mixture(self) -> dict[str, Any]:
         """Return these settings alone, arguments of `layers.MoE`."""
-        names = (field.name for field in dataclasses.fields(Mixture))
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in Mixture.__annotations__}
 
 
 @record
@@ -63,6 +56,8 @@ class Encoder(Mixture):
 
     def __post_init__(self):
         super().__post_init__()
+        # Dense models, too: with other `moe_layers` they are mixtures of experts.
+        MoE.check_settings(**self.mixture())
         names = ("num_layers", "num_heads", "hidden_dim", "mlp_dim")
         checks.check_whole_numbers(1, **{name: getattr(self, name) for name in names})
         checks.check_num_heads(self.num_heads, self.hidden_dim)
@@ -81,7 +76,7 @@ class Encoder(Mixture):
                 f"`moe_layers` must be block indices from 0 to {most - 1}, each at "
                 f"most once. {checks.received(moe_layers=given, num_layers=most)}"
             )
-        self._set(moe_layers=tuple(sorted(indices)))
+        vars(self).update(moe_layers=tuple(sorted(indices)))
         is_list = isinstance(self.router, list | tuple)
         if is_list and len(self.router) != len(self.moe_layers):
             raise ValueError(
@@ -118,9 +113,9 @@ class Encoder(Mixture):
         for router in routers:
             mlp_dim = self.expert_mlp_dim or self.mlp_dim
             columns += 2 * router.num_experts * mlp_dim + router.num_directions
-        if "patch_size" in self.names():
+        if hasattr(self, "patch_size"):
             columns += math.prod(self.patch_size) * self.image_shape[-1]
-        if "vocabulary_size" in self.names():
+        if hasattr(self, "vocabulary_size"):
             columns += self.vocabulary_size
         return self.hidden_dim * columns
 

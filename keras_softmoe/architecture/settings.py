@@ -67,10 +67,6 @@ class Settings:
     def with_values(self, **values) -> Self:
         """Return a record with other values that are known to be valid."""
         found = copy.copy(self)
-        found._set(**values)
+        # Past the record, which is frozen
+        vars(found).update(values)
         return found
-
-    def _set(self, **values):
-        """Set fields in `__post_init__`, to values of one form."""
-        for name, value in values.items():
-            object.__setattr__(self, name, value)

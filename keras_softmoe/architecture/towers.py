@@ -1,6 +1,7 @@
 """Towers for one modality: Vision Transformers and text encoders."""
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import keras
 
@@ -18,19 +19,17 @@ class Image(Settings):
 
     image_shape: Sequence[int]
     patch_size: int | Sequence[int]
+    # `(rows, columns)` of patches
+    patch_grid: ClassVar[tuple[int, int]]
 
     def __post_init__(self):
         super().__post_init__()
-        self._set(
-            image_shape=checks.checked_image_shape(self.image_shape),
-            patch_size=checks.pair(self.patch_size),
-        )
-        checks.patch_grid(self.image_shape, self.patch_size)
-
-    @property
-    def patch_grid(self) -> tuple[int, int]:
-        """`(rows, columns)` of patches."""
-        return checks.patch_grid(self.image_shape, self.patch_size)
+        image_shape = checks.checked_image_shape(self.image_shape)
+        patch_size = checks.pair(self.patch_size)
+        grid = checks.patch_grid(image_shape, patch_size)
+        # In one form, past the record, which is frozen
+        found = {"image_shape": image_shape, "patch_size": patch_size}
+        vars(self).update(found, patch_grid=grid)
 
 
 @record

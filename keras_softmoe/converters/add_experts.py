@@ -81,7 +81,7 @@ def add_experts(
         >>> sparse.routers[1].num_experts
         4
     """
-    accepted = [name for name in Mixture.names() if name != "shared_mlp_dim"]
+    accepted = [name for name in Mixture.__annotations__ if name != "shared_mlp_dim"]
     check_names("`add_experts`", moe_settings, [*accepted, "by_image"])
     check_choice("by_image", moe_settings.get("by_image"), (None, False, True))
     check_choice("start", start, ("copies", "shared"))

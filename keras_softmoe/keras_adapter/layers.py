@@ -23,15 +23,25 @@ class Layer(keras.layers.Layer):
     Keras freezes the sublayers that exist when `trainable` is set, and none for an
     argument of the constructor. A file has one flag for a layer with all its parts:
     here it also has the flags of parts that differ. On PyTorch its weights are listed
-    as in `torch_modules.Weights`.
+    as in `torch_modules.Weights`. By default the output has the shape of the input.
     Would be replaced by: Keras freezing sublayers of a frozen layer as it does weights,
     and saving the flag of each.
     """
+
+    # Names of arguments of the constructor, which `get_config` returns
+    config_arguments: tuple = ()
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
         if keras.backend.backend() == "torch":
             self._track_variables()
+
+    def compute_output_shape(self, inputs_shape):
+        return inputs_shape
+
+    def get_config(self):
+        own = {name: getattr(self, name) for name in self.config_arguments}
+        return {**super().get_config(), **own}
 
     def _post_build(self):
         super()._post_build()

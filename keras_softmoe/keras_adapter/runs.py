@@ -12,11 +12,12 @@ from keras_softmoe.keras_adapter.layers import is_initialized
 
 
 def wrap_compilation(cls, around):
-    """Call a function at the start of each `fit`, `evaluate` or `predict` of a class.
+    """Enter a context at the start of each `fit`, `evaluate` or `predict` of a class.
 
     Keras compiles a step once, with the settings of the layers as constants. `around`
-    is a callable `(model, step, make)`, where `step` is `"train"`, `"test"` or
-    `"predict"`, and `make(again)` makes the step, with `again=True` even if it exists.
+    is a callable `(model, step)`, where `step` is `"train"`, `"test"` or `"predict"`.
+    It returns the context in which the step is made, whose value is whether to make it
+    even if it exists.
     Would be replaced by: a method of `keras.Model` called before each run.
     """
     for step in ("train", "test", "predict"):
@@ -27,16 +28,14 @@ def wrap_compilation(cls, around):
 def _wrapped(make_function, step, around):
     @functools.wraps(make_function)
     def make(self, force=False):
-        def make_step(again):
+        with around(self, step) as again:
             before = getattr(self, f"{step}_function")
             made = make_function(self, force or again)
             is_new = getattr(self, f"{step}_function") is not before
             if is_new and step != "predict" and keras.backend.backend() == "tensorflow":
                 _end_with_the_data(self, step)
                 _trace_once(self, step)
-            return made
-
-        return around(self, step, make_step)
+        return made
 
     return make
 

@@ -11,15 +11,9 @@ from keras.src.backend import compute_output_spec
 from keras.src.models.functional import Functional
 from keras.src.utils.naming import to_snake_case
 
-from keras_softmoe.keras_adapter.layers import flatten_layers
-
-
-def is_functional(model):
-    """Return whether a model is a graph of layers, with Keras tensors as its ends.
-
-    Would be replaced by: a public `keras.models.Functional`.
-    """
-    return isinstance(model, Functional | keras.Sequential)
+# Models that are a graph of layers, with Keras tensors as their ends. Would be replaced
+# by: a public `keras.models.Functional`.
+FUNCTIONAL = Functional | keras.Sequential
 
 
 def sublayers(model):
@@ -30,17 +24,15 @@ def sublayers(model):
     Would be replaced by: a public `keras.Layer.flatten_layers()` in that order.
     """
     seen = {id(model)}
-
-    def below(parent, prefix):
-        for layer in parent._layers:
-            if id(layer) in seen:
-                continue
+    # Layers to visit, the next one last
+    waiting = [(x.name, x, model) for x in reversed(model._layers)]
+    while waiting:
+        path, layer, parent = waiting.pop()
+        if id(layer) not in seen:
             seen.add(id(layer))
-            path = f"{prefix}{layer.name}"
             yield path, layer, parent
-            yield from below(layer, f"{path}/")
-
-    yield from below(model, "")
+            inside = reversed(layer._layers)
+            waiting += [(f"{path}/{x.name}", x, layer) for x in inside]
 
 
 def sublayer(parent, name):
@@ -109,7 +101,7 @@ def forget_calls(layer):
 def renew_parameters(model):
     """Register weights anew. Would be replaced by: lists that follow the variables."""
     if keras.backend.backend() == "torch":
-        for layer in flatten_layers(model):
+        for layer in model._flatten_layers():
             if hasattr(layer, "_torch_params"):
                 layer._track_variables()
 
@@ -126,7 +118,7 @@ def call_symbolically(model, inputs, around=None, start=None, parts=None):
     around = around or {}
     is_layer = isinstance(model, keras.Layer)
     if is_layer:
-        parts = flatten_layers(model)
+        parts = list(model._flatten_layers())
     training = is_layer and model._call_has_training_arg
     known = {"training": False} if training else {}
 
@@ -151,31 +143,34 @@ def named_weights(layer):
     Would be replaced by: names of Keras that are unique in a model.
     """
     seen, taken = set(), set()
-
-    def unique(prefix, name, kind):
-        # An automatic name has a counter.
-        stem = r"\w+" if issubclass(kind, keras.Model) else to_snake_case(kind.__name__)
-        if re.fullmatch(rf"{stem}_\d+", name):
-            name = name.rpartition("_")[0]
-        name = new = prefix + name.replace(".", "_")
-        count = 0
-        while new in taken:
-            count += 1
-            new = f"{name}_{count}"
-        taken.add(new)
-        return new
-
-    def below(part, prefix):
-        for weight in part._trainable_variables + part._non_trainable_variables:
-            if id(weight) not in seen:
-                seen.add(id(weight))
-                yield unique(prefix, weight.name, keras.Variable), weight
-        for child in part._layers:
-            if id(child) not in seen:
-                seen.add(id(child))
-                yield from below(child, f"{unique(prefix, child.name, type(child))}/")
-
-    return below(layer, "")
+    # Layers and weights to visit, the next one last, and the paths that they are in
+    waiting = [(layer, None)]
+    while waiting:
+        part, prefix = waiting.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        is_weight, new = isinstance(part, keras.Variable), ""
+        if prefix is not None:
+            # An automatic name has a counter.
+            kind = keras.Variable if is_weight else type(part)
+            is_model = issubclass(kind, keras.Model)
+            stem = r"\w+" if is_model else to_snake_case(kind.__name__)
+            name = part.name
+            if re.fullmatch(rf"{stem}_\d+", name):
+                name = name.rpartition("_")[0]
+            name = new = prefix + name.replace(".", "_")
+            count = 0
+            while new in taken:
+                count += 1
+                new = f"{name}_{count}"
+            taken.add(new)
+        if is_weight:
+            yield new, part
+            continue
+        weights = part._trainable_variables + part._non_trainable_variables
+        inside = [*weights, *part._layers]
+        waiting += [(x, f"{new}/" if new else "") for x in reversed(inside)]
 
 
 @contextlib.contextmanager

@@ -39,11 +39,11 @@ class Weights(torch.nn.Module):
     def _parameters(self, value):
         pass
 
-    # Keras adds and removes new weights by path, if they are missing.
+    # Keras adds new weights by path if they are missing, and removes others.
     def __contains__(self, path):
-        return False
+        return True
 
-    def __setitem__(self, path, value):
+    def pop(self, path):
         pass
 
     def named_modules(self, *args, **kwargs):

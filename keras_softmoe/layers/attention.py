@@ -38,6 +38,8 @@ class Attention(Layer):
     2023 (ViT-22B), section 2.
     """
 
+    config_arguments = ("num_heads", "use_qk_norm")
+
     def __init__(self, num_heads: int, use_qk_norm: bool = False, **kwargs):
         check_whole_numbers(1, num_heads=num_heads)
         super().__init__(**kwargs)
@@ -83,8 +85,9 @@ class Attention(Layer):
             self.key_norm.build(heads_shape)
 
     def call(self, queries, tokens, tokens_mask=None):
-        # A NaN in padding would pass its weight of zero.
-        tokens = zero_padding(tokens, tokens_mask)
+        if tokens_mask is not None:
+            # A NaN in padding would pass its weight of zero.
+            tokens = zero_padding(tokens, tokens_mask)
         width = queries.shape[-1]
         heads = (self.num_heads, width // self.num_heads)
         # (B, Q, heads, head_dim) and twice (B, S, heads, head_dim)
@@ -100,13 +103,6 @@ class Attention(Layer):
 
     def compute_output_shape(self, queries_shape, tokens_shape):
         return queries_shape
-
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "num_heads": self.num_heads,
-            "use_qk_norm": self.use_qk_norm,
-        }
 
 
 def _project(dense, x, *outputs):

@@ -44,6 +44,8 @@ class PatchEmbedding(Layer):
         (2, 16, 32)
     """
 
+    config_arguments = ("patch_size", "hidden_dim")
+
     def __init__(self, patch_size: int | Sequence[int], hidden_dim: int, **kwargs):
         check_whole_numbers(1, hidden_dim=hidden_dim)
         super().__init__(**kwargs)
@@ -73,13 +75,6 @@ class PatchEmbedding(Layer):
     def compute_output_shape(self, images_shape):
         batch, rows, columns, width = self.projection.compute_output_shape(images_shape)
         return (batch, rows * columns, width)
-
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "patch_size": self.patch_size,
-            "hidden_dim": self.hidden_dim,
-        }
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -115,6 +110,8 @@ class PositionEmbedding(Layer):
         >>> layer(np.zeros((2, 16, 32))).shape
         (2, 16, 32)
     """
+
+    config_arguments = ("grid", "kind", "has_class_token", "resampling")
 
     def __init__(
         self,
@@ -157,9 +154,6 @@ class PositionEmbedding(Layer):
         is_fixed = self.kind == "sincos2d"
         table = self._table.on(tokens) if is_fixed else self.embedding
         return tokens + ops.cast(table, tokens.dtype)
-
-    def compute_output_shape(self, tokens_shape):
-        return tokens_shape
 
     def save_own_variables(self, store):
         super().save_own_variables(store)
@@ -205,15 +199,6 @@ class PositionEmbedding(Layer):
             [ops.convert_to_tensor(table[:, :first]), patches[None]], axis=1
         )
 
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "grid": self.grid,
-            "kind": self.kind,
-            "has_class_token": self.has_class_token,
-            "resampling": self.resampling,
-        }
-
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class TokenEmbedding(Layer):
@@ -237,6 +222,10 @@ class TokenEmbedding(Layer):
     Source: LIMoE, section 2; initial weights: the two-tower models of Soft MoE's
     released code.
     """
+
+    config_arguments = (
+        *("vocabulary_size", "sequence_length", "output_dim", "mask_padding"),
+    )
 
     def __init__(
         self,
@@ -293,15 +282,6 @@ class TokenEmbedding(Layer):
     def compute_output_shape(self, token_ids_shape):
         return (*token_ids_shape, self.output_dim)
 
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "vocabulary_size": self.vocabulary_size,
-            "sequence_length": self.sequence_length,
-            "output_dim": self.output_dim,
-            "mask_padding": self.mask_padding,
-        }
-
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class ClassToken(Layer):
@@ -331,10 +311,6 @@ class ClassToken(Layer):
         batch, num_tokens, width = tokens_shape
         return (batch, num_tokens + 1, width)
 
-    def get_config(self):
-        # Keras would find its own, but not with a dtype policy among the arguments.
-        return super().get_config()
-
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class Registers(Layer):
@@ -357,6 +333,8 @@ class Registers(Layer):
     Source: Darcet et al. 2024 (Vision Transformers need registers), section 2.2; for
     the distillation token, Touvron et al. 2021 (DeiT), section 4.
     """
+
+    config_arguments = ("num_registers", "has_class_token")
 
     def __init__(self, num_registers: int, has_class_token: bool = False, **kwargs):
         check_whole_numbers(1, num_registers=num_registers)
@@ -383,10 +361,3 @@ class Registers(Layer):
     def compute_output_shape(self, tokens_shape):
         batch, num_tokens, width = tokens_shape
         return (batch, num_tokens + self.num_registers, width)
-
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "num_registers": self.num_registers,
-            "has_class_token": self.has_class_token,
-        }

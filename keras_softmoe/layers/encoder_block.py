@@ -123,7 +123,8 @@ class EncoderBlock(Layer):
         if self.moe is not None:
             outputs = self.moe(tokens, mask=mask, training=training)
         else:
-            outputs = self._mlp_outputs(tokens, mask)
+            known = {"mask": mask} if self._masks_mlp else {}
+            outputs = self.mlp(tokens, **known)
         return self._sum(x, outputs, training)
 
     def before_mlp(
@@ -149,11 +150,6 @@ class EncoderBlock(Layer):
         x = inputs + means
         return x, self.mlp_norm(x)
 
-    def _mlp_outputs(self, tokens, mask):
-        if self._masks_mlp:
-            return self.mlp(tokens, mask=mask)
-        return self.mlp(tokens)
-
     def _sum(self, x, outputs, training):
         """Return the residual sum of a block."""
         # Tokens without an expert have zeros here and pass the block unchanged.
@@ -162,9 +158,6 @@ class EncoderBlock(Layer):
         if self.dropout_rate:
             outputs = self.dropout(outputs, training=training)
         return x + outputs
-
-    def compute_output_shape(self, inputs_shape):
-        return inputs_shape
 
     def get_config(self):
         mlp = keras.saving.serialize_keras_object(self.moe or self.mlp)
@@ -202,6 +195,8 @@ class LayerScale(Layer):
     Source: Touvron et al. 2021 (CaiT), section 2.1.
     """
 
+    config_arguments = ("initial_value",)
+
     def __init__(self, initial_value: float = 1e-5, **kwargs):
         check_numbers(over=0, initial_value=initial_value)
         super().__init__(**kwargs)
@@ -217,9 +212,3 @@ class LayerScale(Layer):
 
     def call(self, inputs):
         return inputs * ops.cast(self.gamma, inputs.dtype)
-
-    def compute_output_shape(self, inputs_shape):
-        return inputs_shape
-
-    def get_config(self):
-        return {**super().get_config(), "initial_value": self.initial_value}

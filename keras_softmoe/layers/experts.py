@@ -5,27 +5,18 @@ import functools
 import keras
 from keras import ops
 
-from keras_softmoe.checks import (
-    check_bools,
-    check_numbers,
-    check_whole_numbers,
-)
+from keras_softmoe.checks import check_bools, check_numbers, check_whole_numbers
 from keras_softmoe.keras_adapter.layers import Layer
 from keras_softmoe.keras_adapter.runs import is_traced_for_xla
 from keras_softmoe.layers.expert_bank import ExpertBank, per_expert
 from keras_softmoe.layers.groups import by_expert
-from keras_softmoe.layers.mlp import (
-    activation_of,
-    check_activation,
-    small_bias,
-)
+from keras_softmoe.layers.mlp import activation_of
 from keras_softmoe.ops.grouped import grouped_affine, map_experts
 from keras_softmoe.ops.kernels import affine, chunked_map, reshape
-from keras_softmoe.sharding.constraints import (
-    check_divides_experts,
-    check_layer,
-    is_distributed,
-)
+from keras_softmoe.sharding.constraints import check_placement, is_distributed
+
+# In int4 a bank has a kernel of floats, as without quantization.
+_IN_8_BITS = ("int8", "float8")
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -64,6 +55,11 @@ class Experts(Layer):
         (2, 4, 3, 16)
     """
 
+    config_arguments = (
+        *("num_experts", "mlp_dim", "equal_experts", "dropout_rate", "remat"),
+        *("activation", "gated"),
+    )
+
     def __init__(
         self,
         num_experts: int,
@@ -77,9 +73,9 @@ class Experts(Layer):
     ):
         check_whole_numbers(1, num_experts=num_experts, mlp_dim=mlp_dim)
         check_numbers(least=0, under=1, dropout_rate=dropout_rate)
-        check_activation(activation)
+        activate = activation_of(activation)
         check_bools(gated=gated)
-        check_divides_experts(num_experts)
+        check_placement("check_divides_experts", num_experts)
         super().__init__(**kwargs)
         self.num_experts = num_experts
         self.mlp_dim = mlp_dim
@@ -89,7 +85,7 @@ class Experts(Layer):
         self.activation = activation
         self.gated = gated
         # Here, as PyTorch does not compile a call of a function with a cache.
-        self._activate = activation_of(activation)
+        self._activate = activate
         self._stages = _stages_of_slots(activation, remat, gated)
         self.dropout = keras.layers.Dropout(
             dropout_rate, dtype=self.dtype_policy, name="dropout"
@@ -102,62 +98,54 @@ class Experts(Layer):
                 f"{self.num_experts} experts. Received: slots_shape={slots_shape}."
             )
         # n counts the slots of an expert in all groups, G * C.
-        width, to_hidden = slots_shape[-1], "end,edh->enh"
-        hidden, slots = (self.num_experts, None, self.mlp_dim), (None, self.mlp_dim)
-        inputs = (self.num_experts, None, width)
-        self.intermediate_dense = self._bank(to_hidden, slots, "intermediate_dense")
-        self.intermediate_dense.build(inputs)
-        if self.gated:
-            self.gate_dense = self._bank(to_hidden, slots, "gate_dense")
-            self.gate_dense.build(inputs)
-        self.output_dense = self._bank("enh,ehd->end", (None, width), "output_dense")
-        self.output_dense.build(hidden)
-        self.dropout.build(hidden)
+        to_hidden = "end,edh->enh", slots_shape[-1], self.mlp_dim
+        to_outputs = "enh,ehd->end", self.mlp_dim, slots_shape[-1]
+        gate = {"gate_dense": to_hidden} if self.gated else {}
+        products = {"intermediate_dense": to_hidden, **gate, "output_dense": to_outputs}
+        for name, (equation, num_inputs, units) in products.items():
+            kernel_initializer = per_expert("glorot_uniform")
+            if self.equal_experts:
+                kernel_initializer = EqualExperts(kernel_initializer)
+            bank = ExpertBank(
+                equation,
+                output_shape=(None, units),
+                # A bias for each expert and output, (E, 1, H)
+                bias_axes=equation[-3] + equation[-1],
+                kernel_initializer=kernel_initializer,
+                # As in the papers' code
+                bias_initializer=keras.initializers.RandomNormal(stddev=1e-6),
+                dtype=self.dtype_policy,
+                name=name,
+            )
+            setattr(self, name, bank)
+            bank.build((self.num_experts, None, num_inputs))
+        self.dropout.build((self.num_experts, None, self.mlp_dim))
         # Tuple of the dense layers of all experts, in the order of their use
-        gate = (self.gate_dense,) if self.gated else ()
-        self.banks = (self.intermediate_dense, *gate, self.output_dense)
-        check_layer(self)
-
-    def _bank(self, equation, output_shape, name):
-        kernel_initializer = per_expert("glorot_uniform")
-        if self.equal_experts:
-            kernel_initializer = EqualExperts(kernel_initializer)
-        return ExpertBank(
-            equation,
-            output_shape=output_shape,
-            # A bias for each expert and output, (E, 1, H)
-            bias_axes=equation[-3] + equation[-1],
-            kernel_initializer=kernel_initializer,
-            bias_initializer=small_bias(),
-            dtype=self.dtype_policy,
-            name=name,
-        )
+        self.banks = tuple(getattr(self, name) for name in products)
+        check_placement("check_layer", self)
 
     def takes_rows(self) -> bool:
         """Return whether rows sorted by expert are supported, besides slots."""
         # XLA must know the number of rows of an expert when it compiles.
-        return not self._computes_in_8_bits() and not is_traced_for_xla()
+        modes = {bank.quantization_mode for bank in self.banks}
+        return modes.isdisjoint(_IN_8_BITS) and not is_traced_for_xla()
 
     def call(self, slots, count=None, training=None):
+        sharded = is_distributed()
         if count is not None:
-            return self._mlps(slots, training, count)
-        mlps = functools.partial(self._mlps, training=training)
-        return by_expert(mlps, slots, self.path)
+            return self._mlps(slots, training, sharded, count)
+        mlps = functools.partial(self._mlps, training=training, sharded=sharded)
+        return by_expert(mlps, slots, self.path, sharded)
 
-    def _computes_in_8_bits(self):
-        # In int4 a bank has a kernel of floats, as without quantization.
-        return any(bank.quantization_mode in ("int8", "float8") for bank in self.banks)
-
-    def _mlps(self, x, training, count=None):
+    def _mlps(self, x, training, sharded, count=None):
         """Return the experts' outputs for slots `(E, G * C, D)`, or rows `(N, D)`."""
         banks = self.banks
-        if self._computes_in_8_bits():
+        if any(bank.quantization_mode in _IN_8_BITS for bank in banks):
             # The banks multiply integers themselves.
             hidden = _activated([bank(x) for bank in banks[:-1]], self._activate)
             return banks[-1](self.dropout(hidden, training=training))
         weights = [weight for bank in banks for weight in (bank.kernel, bank.bias)]
         weights = [w.value if isinstance(w, keras.Variable) else w for w in weights]
-        sharded = is_distributed()
         multiply = functools.partial(affine, sharded=sharded)
         if count is not None:
             multiply = functools.partial(grouped_affine, count=count)
@@ -177,21 +165,6 @@ class Experts(Layer):
             stages = (weights,) if self.remat else (weights[:-2], weights[-2:])
             return map_experts(mlp, self._stages, x, stages, count)
         return chunked_map(mlp, [x, *weights], sharded)
-
-    def compute_output_shape(self, slots_shape):
-        return slots_shape
-
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "num_experts": self.num_experts,
-            "mlp_dim": self.mlp_dim,
-            "equal_experts": self.equal_experts,
-            "dropout_rate": self.dropout_rate,
-            "remat": self.remat,
-            "activation": self.activation,
-            "gated": self.gated,
-        }
 
 
 def _activated(products, activate):

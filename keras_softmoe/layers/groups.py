@@ -9,12 +9,7 @@ from keras import ops
 from keras_softmoe.keras_adapter.layers import only_finds_shapes
 from keras_softmoe.ops.kernels import as_mask, reshape, swap_axes
 from keras_softmoe.ops.selection import zero_padding
-from keras_softmoe.sharding.constraints import (
-    constrain,
-    is_distributed,
-    layout_of,
-    num_shards,
-)
+from keras_softmoe.sharding.constraints import constrain, layout_of, num_shards
 
 # === Tokens ===
 
@@ -196,7 +191,7 @@ def warn_of_split_groups(layer, batch, groups):
 # === Slots ===
 
 
-def by_expert(function, slots, path):
+def by_expert(function, slots, path, sharded):
     """Apply a function to the slots of each expert, in all groups at once.
 
     Under a distribution with layouts for `slots_of_groups` and `slots_of_experts` below
@@ -206,12 +201,12 @@ def by_expert(function, slots, path):
         function: callable from `(E, N, D)` to a tensor of that shape.
         slots: `(G, E, C, D)` tensor.
         path: str, the path of the layer.
+        sharded: bool, whether a distribution is active.
 
     Returns:
         `(G, E, C, D)` tensor.
     """
     _, num_experts, capacity, width = slots.shape
-    sharded = is_distributed()
     if sharded:
         slots = constrain(slots, f"{path}/slots_of_groups")
     # With experts first each bank is one batched product. With groups first, compilers

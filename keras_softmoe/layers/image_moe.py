@@ -55,12 +55,6 @@ class ImageMoE(MoE):
         self._map_shape = tuple(inputs_shape[1:])
         super().build(inputs_shape)
 
-    def _routed_tokens(self, inputs_shape):
-        return 1
-
-    def _slot_shape(self, inputs_shape):
-        return tuple(inputs_shape[1:])
-
     def call(self, inputs, mask=None, training=None):
         x, mask = as_sequence(inputs, mask)
         # (B, 1, D) means for the router, and (B, 1, S * D) images for the experts

@@ -65,10 +65,10 @@ class LIMoEBlock(EncoderBlock):
             sums[name], tokens[name] = self.before_mlp(x, masks.get(name), training)
         # 2. An MLP for each modality, or experts for all tokens
         if self.moe is None:
-            outputs = {
-                name: self._mlp_outputs(x, masks.get(name))
-                for name, x in tokens.items()
-            }
+            outputs = {}
+            for name, x in tokens.items():
+                known = {"mask": masks.get(name)} if self._masks_mlp else {}
+                outputs[name] = self.mlp(x, **known)
         else:
             names = sorted(tokens)
             layout = tuple((name, tokens[name].shape[1]) for name in names)

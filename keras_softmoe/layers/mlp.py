@@ -1,5 +1,6 @@
 """The MLP of a dense encoder block, and the activations of MLPs and experts."""
 
+import contextlib
 import math
 
 import keras
@@ -25,24 +26,19 @@ _ACTIVATIONS = {"gelu_tanh": gelu, "gelu": _exact_gelu}
 ACTIVATIONS = tuple(_ACTIVATIONS)
 
 
-def activation_of(name):
-    """Return the function of an activation that has passed `check_activation`."""
-    return _ACTIVATIONS.get(name) or keras.activations.get(name)
-
-
-def check_activation(activation):
-    """Raise unless an activation is known."""
-    known = isinstance(activation, str) and bool(activation)
-    try:
-        known = known and callable(activation_of(activation))
-    except ValueError:
-        known = False
-    if not known:
+def activation_of(activation):
+    """Return the function of an activation; raise unless its name is known."""
+    function = None
+    if isinstance(activation, str) and activation:
+        with contextlib.suppress(ValueError):
+            function = _ACTIVATIONS.get(activation) or keras.activations.get(activation)
+    if not callable(function):
         raise ValueError(
             f"Unknown `activation`. Accepted: {', '.join(map(repr, ACTIVATIONS))}, and "
             "the other names of `keras.activations`, such as 'silu'. "
             + received(activation=activation)
         )
+    return function
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -71,32 +67,38 @@ class MLP(Layer):
         (2, 16, 32)
     """
 
+    config_arguments = ("mlp_dim", "activation", "gated")
+
     def __init__(
         self, mlp_dim: int, activation: str = "gelu_tanh", gated: bool = False, **kwargs
     ):
         check_whole_numbers(1, mlp_dim=mlp_dim)
-        check_activation(activation)
+        activate = activation_of(activation)
         check_bools(gated=gated)
         super().__init__(**kwargs)
         self.mlp_dim = int(mlp_dim)
         self.activation = activation
         self.gated = gated
-        self._activate = activation_of(activation)
+        self._activate = activate
         self.supports_masking = True
 
     def build(self, inputs_shape):
-        self.intermediate_dense = self._dense(self.mlp_dim, "intermediate_dense")
-        self.intermediate_dense.build(inputs_shape)
+        *axes, width = inputs_shape
+        # Number of inputs and outputs of the layers, in the order of their use
+        sizes = {"intermediate_dense": (width, self.mlp_dim)}
         if self.gated:
-            self.gate_dense = self._dense(self.mlp_dim, "gate_dense")
-            self.gate_dense.build(inputs_shape)
-        self.output_dense = self._dense(inputs_shape[-1], "output_dense")
-        self.output_dense.build((*inputs_shape[:-1], self.mlp_dim))
-
-    def _dense(self, units, name):
-        return keras.layers.Dense(
-            units, bias_initializer=small_bias(), dtype=self.dtype_policy, name=name
-        )
+            sizes["gate_dense"] = (width, self.mlp_dim)
+        sizes["output_dense"] = (self.mlp_dim, width)
+        for name, (num_inputs, units) in sizes.items():
+            dense = keras.layers.Dense(
+                units,
+                # As in the papers' code
+                bias_initializer=keras.initializers.RandomNormal(stddev=1e-6),
+                dtype=self.dtype_policy,
+                name=name,
+            )
+            setattr(self, name, dense)
+            dense.build((*axes, num_inputs))
 
     def call(self, inputs):
         return _multiply(self.output_dense, self.hidden(inputs))
@@ -110,17 +112,6 @@ class MLP(Layer):
             return self._activate(gate) * hidden
         return self._activate(hidden)
 
-    def compute_output_shape(self, inputs_shape):
-        return inputs_shape
-
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "mlp_dim": self.mlp_dim,
-            "activation": self.activation,
-            "gated": self.gated,
-        }
-
 
 def _multiply(dense, x):
     """Return the output of a `keras.layers.Dense`, computed by `affine`."""
@@ -129,8 +120,3 @@ def _multiply(dense, x):
         return dense(x)
     # All images are one matrix here, which is faster than the layer's own product.
     return affine(x, dense.kernel, dense.bias)
-
-
-def small_bias():
-    """Return the initializer of biases in the papers' code."""
-    return keras.initializers.RandomNormal(stddev=1e-6)

@@ -20,13 +20,7 @@ from keras_softmoe.layers.experts import Experts
 from keras_softmoe.layers.mlp import MLP
 from keras_softmoe.layers.template import check_template, serialized_template
 from keras_softmoe.layers.template_experts import TemplateExperts
-from keras_softmoe.ops import (
-    ChoiceRouting,
-    SlotRouting,
-    combine,
-    dispatch,
-    to_dense,
-)
+from keras_softmoe.ops import ChoiceRouting, SlotRouting, combine, dispatch, to_dense
 from keras_softmoe.ops.kernels import reshape
 from keras_softmoe.ops.routing import to_slots
 from keras_softmoe.ops.selection import zero_padding
@@ -179,27 +173,21 @@ class MoE(Layer):
     def build(self, inputs_shape):
         groups.check_tokens_shape(inputs_shape, any_rank=True)
         # How many tokens of one image are routed, for `check_group_images`
-        self.num_tokens = self._routed_tokens(inputs_shape)
+        self.num_tokens = 1 if self.routes_images else math.prod(inputs_shape[1:-1])
         group_tokens = self.group_images and self.group_images * self.num_tokens
         if is_distributed():
             self._check_placement()
-        width, one = inputs_shape[-1], self._slot_shape(inputs_shape)
-        if self.expert is not None:
+        width, num_experts = inputs_shape[-1], self.router.num_experts
+        is_template = isinstance(self.experts, TemplateExperts)
+        if is_template:
             # First: a template may be refused, and no weights should exist by then.
-            self.experts.build((None, self.router.num_experts, None, *one))
+            one = inputs_shape[1:] if self.routes_images else (width,)
+            self.experts.build((None, num_experts, None, *one))
         self.router.build((None, group_tokens, width))
-        if self.expert is None:
-            self.experts.build((None, self.router.num_experts, None, width))
+        if not is_template:
+            self.experts.build((None, num_experts, None, width))
         if self.shared_mlp is not None:
             self.shared_mlp.build((None, None, width))
-
-    def _routed_tokens(self, inputs_shape):
-        """Return how many vectors of an image the router gets."""
-        return math.prod(inputs_shape[1:-1])
-
-    def _slot_shape(self, inputs_shape):
-        """Return the shape of the input of an expert in one slot."""
-        return (inputs_shape[-1],)
 
     @property
     def expert(self) -> keras.layers.Layer | None:
@@ -306,9 +294,6 @@ class MoE(Layer):
 
             return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
         return ops.cast(ops.cast(x, self.dispatch_dtype), x.dtype)
-
-    def compute_output_shape(self, inputs_shape):
-        return inputs_shape
 
     def get_config(self):
         router = keras.saving.serialize_keras_object(self.router)

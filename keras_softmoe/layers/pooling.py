@@ -114,6 +114,11 @@ class AttentionPooling(Layer):
         (2, 32)
     """
 
+    config_arguments = (
+        *("num_heads", "mlp_dim", "use_qk_norm", "activation"),
+        "layer_norm_epsilon",
+    )
+
     def __init__(
         self,
         num_heads: int,
@@ -160,16 +165,6 @@ class AttentionPooling(Layer):
 
     def compute_output_shape(self, tokens_shape):
         return (tokens_shape[0], tokens_shape[2])
-
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "num_heads": self.num_heads,
-            "mlp_dim": self.mlp_dim,
-            "use_qk_norm": self.use_qk_norm,
-            "activation": self.activation,
-            "layer_norm_epsilon": self.layer_norm_epsilon,
-        }
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")

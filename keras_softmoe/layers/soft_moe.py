@@ -37,6 +37,11 @@ class SoftMoE(Layer):
         (2, 16, 32)
     """
 
+    config_arguments = (
+        *("num_experts", "mlp_dim", "slots_per_expert", "equal_experts"),
+        *("remat_experts", "initial_scale"),
+    )
+
     def __init__(
         self,
         num_experts: int,
@@ -69,17 +74,3 @@ class SoftMoE(Layer):
 
     def call(self, inputs, mask=None, training=None):
         return self.moe(inputs, mask=mask, training=training)
-
-    def compute_output_shape(self, inputs_shape):
-        return inputs_shape
-
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "num_experts": self.num_experts,
-            "mlp_dim": self.mlp_dim,
-            "slots_per_expert": self.slots_per_expert,
-            "equal_experts": self.equal_experts,
-            "remat_experts": self.remat_experts,
-            "initial_scale": self.initial_scale,
-        }

@@ -58,7 +58,7 @@ class TemplateExperts(layers.Layer):
         check_whole_numbers(1, num_experts=num_experts)
         check_bools(equal_experts=equal_experts)
         check_template(expert)
-        constraints.check_divides_experts(num_experts)
+        constraints.check_placement("check_divides_experts", num_experts)
         super().__init__(**kwargs)
         self.num_experts = num_experts
         self.equal_experts = equal_experts
@@ -93,7 +93,7 @@ class TemplateExperts(layers.Layer):
         if template is not self.expert:
             # The stacked weights alone are used.
             layers.release_values(template)
-        constraints.check_layer(self)
+        constraints.check_placement("check_layer", self)
 
     def _find_map(self, training):
         """Return the function that computes a function of one expert for all."""
@@ -182,29 +182,30 @@ class TemplateExperts(layers.Layer):
                 drawn = keras.random.randint(shape, 0, 1 << 30, seed=seed)
                 values.append(ops.cast(drawn, state.dtype))
         map_experts, one = self._maps[bool(training)], self._one(training, states)
-        if _is_exporting():
-            map_experts = _one_by_one
+        sharded = constraints.is_distributed()
+        if keras.backend.backend() == "torch":
+            import torch
+
+            if torch.compiler.is_exporting():
+                # The program cannot have a vectorized map.
+                map_experts = _one_by_one
 
         def some_experts(*operands):
             y = map_experts(one, list(operands))
             return reshape(y, ops.shape(operands[0]))
 
         def all_experts(x):
-            y = some_experts(x, *values) if states else in_chunks(x)
+            if states:
+                y = some_experts(x, *values)
+            else:
+                y = chunked_map(some_experts, [x, *values], sharded)
             return ops.cast(y, x.dtype)
-
-        def in_chunks(x):
-            distributed = constraints.is_distributed()
-            return chunked_map(some_experts, [x, *values], distributed)
 
         # One vector per slot for `by_expert`: (G, E, C, H * W * D)
         _, num_experts, capacity, *axes = slots.shape
         flat = reshape(slots, (-1, num_experts, capacity, math.prod(axes)))
-        outputs = by_expert(all_experts, flat, self.path)
+        outputs = by_expert(all_experts, flat, self.path, sharded)
         return reshape(outputs, (-1, num_experts, capacity, *axes))
-
-    def compute_output_shape(self, slots_shape):
-        return slots_shape
 
     # === Refusals ===
 
@@ -258,15 +259,6 @@ def _check_has_values(layer):
             "`fit`: call the model on a batch, or begin it with `keras.Input`. "
             f"Received: {layer.path!r}, built in one."
         )
-
-
-def _is_exporting():
-    """Return whether PyTorch writes a program, in which a vectorized map would fail."""
-    if keras.backend.backend() != "torch":
-        return False
-    import torch
-
-    return torch.compiler.is_exporting()
 
 
 def _one_by_one(function, operands):

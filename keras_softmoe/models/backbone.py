@@ -3,7 +3,6 @@
 import contextlib
 import contextvars
 import functools
-import math
 import os
 from types import SimpleNamespace
 
@@ -64,7 +63,7 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
             configuration.set_trainable_argument(self, trainable)
         self._architecture = architecture
         # `self.hidden_dim`, `self.num_layers`, ..., see the attributes above.
-        for setting, value in architecture.flat().items():
+        for setting, value in vars(architecture).items():
             if setting not in _NO_ATTRIBUTES:
                 setattr(self, setting, value)
 
@@ -119,10 +118,27 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
         )
         if skip_mismatch or kwargs:
             load()
-        else:
-            if hasattr(self, "num_layers"):
-                _check_blocks(filepath, self.num_layers)
-            load_shards(self, filepath, _expert_banks(self), load)
+            return
+        # 1. Keras would ignore the weights of further blocks. It counts the layers of a
+        # class: `encoder_block`, `encoder_block_1`, ...
+        num_layers = getattr(self, "num_layers", None)
+        for path in weight_files(filepath) if num_layers else ():
+            with h5py.File(path) as file:
+                if f"layers/encoder_block_{num_layers}" in file:
+                    raise ValueError(
+                        f"The weights in '{path}' belong to a model with more blocks. "
+                        f"Received: num_layers={num_layers}. Leave `num_layers` as it "
+                        "was saved, or pass `load_weights=False`."
+                    )
+        # 2. A process reads its shards of expert banks that Keras loads unchanged.
+        experts = (x for x in flatten_layers(self) if isinstance(x, Experts))
+        banks = [
+            bank
+            for layer in experts
+            for bank in layer.banks
+            if not bank.lora_enabled and bank.quantization_mode is None
+        ]
+        load_shards(self, filepath, banks, load)
 
     def default_lora_layer_names(self):
         """Layers that `enable_lora` adapts: attention, MLPs and expert banks."""
@@ -139,41 +155,17 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
     @classmethod
     def from_config(cls, config):
         router = revive_router(config["router"])
-        config = configuration.with_quantization(config)
+        if "quantization" in config:
+            config = configuration.with_quantization(config)
         with zero_initialization(_FILE_BYTES.get() is not None):
             return super().from_config({**config, "router": router})
-
-
-def _check_blocks(filepath, num_layers):
-    """Raise if a file has weights of further blocks, which Keras would ignore."""
-    # Keras counts the layers of a class: `encoder_block`, `encoder_block_1`, ...
-    further = f"layers/encoder_block_{num_layers}"
-    for path in weight_files(filepath):
-        with h5py.File(path) as file:
-            if further in file:
-                raise ValueError(
-                    f"The weights in '{path}' belong to a model with more blocks. "
-                    f"Received: num_layers={num_layers}. Leave `num_layers` as it was "
-                    "saved, or pass `load_weights=False`."
-                )
-
-
-def _expert_banks(model):
-    """Return the expert banks without LoRA that are not quantized."""
-    return [
-        bank
-        for layer in flatten_layers(model)
-        if isinstance(layer, Experts)
-        for bank in layer.banks
-        if not bank.lora_enabled and bank.quantization_mode is None
-    ]
 
 
 # === Size ===
 
 
 @contextlib.contextmanager
-def weights_follow(file_bytes=math.inf):
+def weights_follow(file_bytes):
     """Scope in which backbones are made whose weights are all loaded afterwards.
 
     They are initialized with zeros, apart from new heads. A configuration of a few
@@ -224,28 +216,28 @@ def check_size(architecture, name):
 
 def _memory():
     """Return the memory of this machine in bytes; `None` if weights lie elsewhere."""
-    if keras.distribution.distribution() is not None or _has_accelerator():
+    backend = keras.backend.backend()
+    if backend == "jax":
+        import jax
+
+        is_elsewhere = jax.default_backend() != "cpu"
+    elif backend == "torch":
+        import torch
+
+        device = torch.get_default_device().type
+        is_elsewhere = device != "cpu" or torch.cuda.is_available()
+    else:
+        import tensorflow as tf
+
+        devices = tf.config.list_physical_devices()
+        is_elsewhere = any(device.device_type != "CPU" for device in devices)
+    if is_elsewhere or keras.distribution.distribution() is not None:
         return None
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
         # Not on every system
         return None
-
-
-def _has_accelerator():
-    backend = keras.backend.backend()
-    if backend == "jax":
-        import jax
-
-        return jax.default_backend() != "cpu"
-    if backend == "torch":
-        import torch
-
-        return torch.get_default_device().type != "cpu" or torch.cuda.is_available()
-    import tensorflow as tf
-
-    return any(d.device_type != "CPU" for d in tf.config.list_physical_devices())
 
 
 # === One modality ===

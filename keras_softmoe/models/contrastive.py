@@ -21,7 +21,7 @@ from keras_softmoe.models.mutable_routing import MutableRouting, recompile_on_ch
 from keras_softmoe.models.pair_encoding import PairEncoding
 from keras_softmoe.models.two_towers import TwoTowerBackbone
 from keras_softmoe.ops import contrastive
-from keras_softmoe.sharding.constraints import check_model
+from keras_softmoe.sharding.constraints import check_placement
 
 LOSSES = {
     "softmax": contrastive.softmax_contrastive_loss,
@@ -62,7 +62,7 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
         )
         if trainable is not True:
             configuration.set_trainable_argument(self, trainable)
-        check_model(self)
+        check_placement("check_model", self)
 
     # === Training ===
 

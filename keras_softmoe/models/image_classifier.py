@@ -14,7 +14,7 @@ from keras_softmoe.models.adaptation import quantize
 from keras_softmoe.models.arguments import check_images, check_kind, offer_names
 from keras_softmoe.models.mutable_routing import MutableRouting, recompile_on_change
 from keras_softmoe.models.vit import ViTMoEBackbone
-from keras_softmoe.sharding.constraints import check_model
+from keras_softmoe.sharding.constraints import check_placement
 from keras_softmoe.types import DType
 
 _SPARSE = keras.losses.SparseCategoricalCrossentropy
@@ -117,7 +117,7 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
         )
         if trainable is not True:
             configuration.set_trainable_argument(self, trainable)
-        check_model(self)
+        check_placement("check_model", self)
 
     def compile(self, optimizer="auto", loss="auto", *, metrics="auto", **kwargs):
         """Configure training, as `keras_hub.models.ImageClassifier.compile` does.

@@ -135,7 +135,6 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
             trainable=trainable,
         )
         self._encode = encode
-        self.patch_grid = architecture.patch_grid
 
     def route(
         self, images: ArrayLike | None = None, token_ids: ArrayLike | None = None

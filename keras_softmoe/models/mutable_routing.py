@@ -1,5 +1,6 @@
 """Models whose routers have settings that may change after they are compiled."""
 
+import contextlib
 import threading
 import warnings
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from keras_softmoe.keras_adapter.runs import (
     wrap_compilation,
 )
 from keras_softmoe.routers.recording import is_recording
-from keras_softmoe.sharding.constraints import check_model
+from keras_softmoe.sharding.constraints import check_placement
 from keras_softmoe.sharding.variables import gather_rows, is_sharded, num_processes
 
 # Held while settings change and while a step is compiled: otherwise the second of two
@@ -119,18 +120,19 @@ def recompile_on_change(cls):
     return cls
 
 
-def _compile_if_changed(model, step, make):
+@contextlib.contextmanager
+def _compile_if_changed(model, step):
+    """Yield whether the settings have changed since a step was compiled."""
     _check_run(model, step)
     with _lock:
         if model._compiled_settings is None:
             names = ("train", "test", "predict")
             model._compiled_settings = SimpleNamespace(**dict.fromkeys(names))
         now = model._current_settings()
-        made = make(getattr(model._compiled_settings, step) != now)
+        yield getattr(model._compiled_settings, step) != now
         setattr(model._compiled_settings, step, now)
     if step == "predict" and num_processes() > 1:
         map_predictions(model, gather_rows)
-    return made
 
 
 def _check_run(model, step):
@@ -151,7 +153,7 @@ def _check_run(model, step):
         _check_optimizer(model)
     distribution = keras.distribution.distribution()
     if distribution is not None:
-        check_model(model)
+        check_placement("check_model", model)
     if isinstance(distribution, keras.distribution.ModelParallel):
         return
     sharded = next((v.path for v in model.variables if is_sharded(v)), None)
@@ -161,7 +163,7 @@ def _check_run(model, step):
             "models is active: every step gathers the weights of all experts. "
             "Use the one it was built in (`keras.distribution.set_distribution`). "
             f"Received: {sharded!r}, distribution={distribution}.",
-            stacklevel=5,
+            stacklevel=6,
         )
 
 

@@ -123,7 +123,6 @@ class ViTMoEBackbone(MoEBackbone):
             name=name,
             trainable=trainable,
         )
-        self.patch_grid = architecture.patch_grid
 
     def route(self, images: Tensor) -> dict:
         """Return the decisions of the routers for a batch of images.

@@ -39,6 +39,8 @@ class ExpertChoice:
     has_rows: ClassVar[bool] = False
     # Whether pairs of token and expert compete in the whole group, see `Race`
     is_race: ClassVar[bool] = False
+    # Weights without gradient: names, and whether there is one for each expert
+    state: ClassVar[dict] = {}
 
     def check(self, num_experts, capacity):
         """Raise unless the policies of a router fit together."""
@@ -48,10 +50,6 @@ class ExpertChoice:
                 "Received: capacity_factor=None. A `SoftmaxTokenChoiceRouter` can keep "
                 "all choices."
             )
-
-    def state(self, num_experts):
-        """Return a dict from names of weights without gradient to their shapes."""
-        return {}
 
     def choose(self, selection, sharded):
         """Return the `(G, S, K)` experts that tokens choose, best first, or `None`."""
@@ -71,10 +69,6 @@ class ExpertChoice:
         """
         return best_tokens(selection, slots, valid, sharded)
 
-    def gates(self, scores, chosen):
-        """Return the `(G, S, E)` weights from which gates are taken."""
-        return scores
-
 
 @policy
 class TokenChoice:
@@ -88,6 +82,7 @@ class TokenChoice:
     priorities: ClassVar[tuple] = PRIORITIES
     has_rows: ClassVar[bool] = True
     is_race: ClassVar[bool] = False
+    state: ClassVar[dict] = {}
 
     def __post_init__(self):
         check_whole_numbers(1, num_selected_experts=self.num_selected_experts)
@@ -99,9 +94,6 @@ class TokenChoice:
 
     def check(self, num_experts, capacity):
         check_num_selected_experts(self.num_selected_experts, num_experts)
-
-    def state(self, num_experts):
-        return {}
 
     def choose(self, selection, sharded):
         return top_indices(selection, self.num_selected_experts, sharded)
@@ -133,9 +125,8 @@ class TokenChoice:
             selection, chosen, self.priority, self.keep_fraction, valid, seed=seed
         )
 
-    def gates(self, scores, chosen):
-        if not self.normalize_gates:
-            return scores
+    def normalized(self, scores, chosen):
+        """Return `(G, S, E)` scores, divided by the sum of those of the choices."""
         # The sum of the chosen scores, (G, S, 1)
         found = take_along(scores, chosen, axis=-1)
         total = ops.stop_gradient(ops.sum(found, axis=-1, keepdims=True))
@@ -155,6 +146,7 @@ class Race(ExpertChoice):
     num_selected_experts: int = live(default=1)
     threshold_momentum: float = 0.99
     is_race: ClassVar[bool] = True
+    state: ClassVar[dict] = {"threshold": False, "num_thresholds": False}
 
     def __post_init__(self):
         check_whole_numbers(1, num_selected_experts=self.num_selected_experts)
@@ -163,9 +155,6 @@ class Race(ExpertChoice):
 
     def check(self, num_experts, capacity):
         check_num_selected_experts(self.num_selected_experts, num_experts)
-
-    def state(self, num_experts):
-        return {"threshold": (), "num_thresholds": ()}
 
     def lowest_winner(self, scores, valid, sharded):
         """Return the score of the last pair that wins in each group, `(G, 1, 1)`."""

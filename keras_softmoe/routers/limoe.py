@@ -24,7 +24,6 @@ from keras_softmoe.ops.kernels import matmul
 from keras_softmoe.ops.numbers import Constant, lowest, positions, where
 from keras_softmoe.routers.assignment import TokenChoice
 from keras_softmoe.routers.losses import MODALITIES, RoutingLoss
-from keras_softmoe.routers.router import check_num_experts
 from keras_softmoe.routers.scores import Softmax, live, policy
 from keras_softmoe.routers.sparse import SparseRouter, SparseSettings
 
@@ -141,10 +140,6 @@ class Modalities:
             return ("kernel",)
         return tuple(f"{name}_kernel" for name in MODALITIES)
 
-    @property
-    def is_pruned(self):
-        return self.kept_experts is not None
-
     def check(self, num_experts, choices):
         """Raise unless the policies of a router fit together."""
         self._check_kept_experts(num_experts)
@@ -226,7 +221,7 @@ class Modalities:
 
     def kept(self, probabilities):
         """Return the probabilities of the experts that were not pruned."""
-        if not self.is_pruned:
+        if self.kept_experts is None:
             return probabilities
         # After the softmax over all, so that gates stay as large as in training
         index = _kept_experts(self.kept_experts).on(probabilities)
@@ -330,7 +325,7 @@ class LIMoERouter(SparseRouter):
         num_predicted_experts: int | None = None,
         **settings: Unpack[LIMoESettings],
     ):
-        check_num_experts(num_experts)
+        check_whole_numbers(1, num_experts=num_experts)
         check_numbers(loss_weight=loss_weight)
         assignment = ModalityTokenChoice(num_selected_experts, priority)
         modalities = Modalities(

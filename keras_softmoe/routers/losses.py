@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import keras
 
@@ -154,6 +154,11 @@ class RoutingLoss:
     soft_minimum: dataclasses.InitVar[float | None] = dataclasses.field(
         default=None, kw_only=True
     )
+    # The function's row of the table; without a name for a user's function
+    term: ClassVar[Term]
+    # Whether it is defined through the noise on the logits, or by the pairs that win
+    needs_noise: ClassVar[bool]
+    needs_race: ClassVar[bool]
 
     def __post_init__(self, soft_minimum: float | None) -> None:
         if not callable(self.function) or isinstance(self.function, type):
@@ -166,16 +171,23 @@ class RoutingLoss:
                 "Unknown modality. Accepted: 'image', 'text', or `None` for the tokens "
                 "of both. " + received(modality=self.modality)
             )
-        if self.term.compares_modalities and self.modality is not None:
+        term = _TERMS.get(self.function) or Term(self.function, "", "")
+        takes_threshold = "threshold" in term.takes
+        # The record is frozen, as losses are compared and shared.
+        vars(self).update(
+            term=term,
+            needs_noise="noise_std" in term.takes,
+            needs_race="chosen" in term.takes,
+        )
+        if term.compares_modalities and self.modality is not None:
             raise ValueError(
                 "The loss compares both modalities: leave `modality` out. "
                 + received(modality=self.modality, function=self._name)
             )
         check_numbers(weight=self.weight)
-        if self._takes_threshold:
-            # The record is frozen, as losses are compared and shared.
+        if takes_threshold:
             threshold = _checked_threshold(self.threshold, soft_minimum)
-            object.__setattr__(self, "threshold", threshold)
+            vars(self).update(threshold=threshold)
         elif (self.threshold, soft_minimum) != (None, None):
             raise ValueError(
                 "Only `ops.global_entropy_loss` has a threshold. "
@@ -185,25 +197,6 @@ class RoutingLoss:
                     function=self._name,
                 )
             )
-
-    @property
-    def term(self) -> Term:
-        """The function's row of the table; without a name for a user's function."""
-        return _TERMS.get(self.function) or Term(self.function, "", "")
-
-    @property
-    def _takes_threshold(self) -> bool:
-        return "threshold" in self.term.takes
-
-    @property
-    def needs_noise(self) -> bool:
-        """Bool, whether the loss is defined through the noise on the logits."""
-        return "noise_std" in self.term.takes
-
-    @property
-    def needs_race(self) -> bool:
-        """Bool, whether the loss is defined by the pairs that win a race."""
-        return "chosen" in self.term.takes
 
     @property
     def _name(self) -> str:
@@ -254,7 +247,8 @@ class RoutingLoss:
                 f"{self!r}, noise_std={noise_std}."
             )
         # Above the largest entropy the loss could never be zero. Logarithms round.
-        if self._takes_threshold and self.threshold > math.log(num_experts) + 1e-6:
+        highest = math.log(num_experts) + 1e-6
+        if "threshold" in self.term.takes and self.threshold > highest:
             raise ValueError(
                 f"With {num_experts} experts the entropy of routing is at most "
                 f"log({num_experts}) = {math.log(num_experts):.4f}. Received: "
@@ -348,7 +342,7 @@ def checked_losses(losses, num_experts, scores, assignment):
 # === Losses in files ===
 
 # Weights of losses by name, in files that are older than `losses`
-_FORMER_WEIGHTS = {
+FORMER_WEIGHTS = {
     "importance_loss_weight": ops.importance_loss,
     "load_loss_weight": ops.load_loss,
     "gshard_loss_weight": ops.gshard_loss,
@@ -370,18 +364,16 @@ def serialize_loss(loss):
 
 
 def with_losses(config, default):
-    """Return a router's configuration with `losses` in place of weights by name.
+    """Return a router's configuration with `losses` in place of `FORMER_WEIGHTS`.
 
     Args:
         config: dict, from a file of any version.
         default: the default losses of the router, for weights that are left out.
     """
-    named = {name: config[name] for name in _FORMER_WEIGHTS if name in config}
-    if not named:
-        return config
+    named = {name: config[name] for name in FORMER_WEIGHTS if name in config}
     # Weights that are left out have their default.
     weights = {loss.function: loss.weight for loss in default}
-    weights |= {_FORMER_WEIGHTS[name]: weight for name, weight in named.items()}
+    weights |= {FORMER_WEIGHTS[name]: weight for name, weight in named.items()}
     if config.get("noise_std") == 0:
         # Without noise, the weight of the load loss had no effect.
         weights.pop(ops.load_loss, None)

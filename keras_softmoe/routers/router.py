@@ -2,7 +2,7 @@
 
 import functools
 import warnings
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import keras
 from keras import ops
@@ -15,7 +15,7 @@ from keras_softmoe.ops.kernels import as_mask, as_tensor
 from keras_softmoe.ops.numbers import positions
 from keras_softmoe.ops.selection import zero_padding
 from keras_softmoe.routers.recording import is_recording, note
-from keras_softmoe.sharding.constraints import check_divides_experts, is_distributed
+from keras_softmoe.sharding.constraints import check_placement, is_distributed
 from keras_softmoe.types import Tensor
 
 
@@ -100,9 +100,12 @@ class Router(Layer):
     knows_num_tokens = False
     # Whether a call in training may differ from one outside of it
     differs_in_training = False
+    # Arguments of the constructor that `get_config` serializes, as they were given
+    _objects: ClassVar[dict] = {}
 
     def __init__(self, num_experts: int, **kwargs):
-        check_num_experts(num_experts)
+        check_whole_numbers(1, num_experts=num_experts)
+        check_placement("check_divides_experts", num_experts)
         kwargs["dtype"] = "float32"
         super().__init__(**kwargs)
         self.num_experts = num_experts
@@ -152,6 +155,9 @@ class Router(Layer):
             decision = self.complete(decision, tokens, valid, **kwargs)
             note(self, decision)
         return decision
+
+    # Found by a call: the output is a `Decision`.
+    compute_output_shape = keras.layers.Layer.compute_output_shape
 
     def compute_output_spec(self, tokens, *args, **kwargs):
         # For a call in a functional model, whose summary is complete
@@ -241,7 +247,7 @@ class Router(Layer):
 
     def clone(self, name: str) -> "Router":
         """Return a new router with the same configuration and its own weights."""
-        config = {**self._arguments(), "name": name}
+        config = {**self.get_config(), **self._objects, "name": name}
         try:
             return type(self).from_config(config)
         except TypeError as error:
@@ -261,7 +267,7 @@ class Router(Layer):
                 f"Accepted: {accepted or 'none'}. Received: {', '.join(unknown)}."
             )
         # Not `from_config`, which turns every error into a TypeError
-        return type(self)(**{**self._arguments(), **settings})
+        return type(self)(**{**self.get_config(), **self._objects, **settings})
 
     def update(self, **settings) -> None:
         """Change mutable settings, or none if one is refused.
@@ -280,10 +286,6 @@ class Router(Layer):
         for name in settings:
             setattr(self, name, getattr(changed, name))
 
-    def _arguments(self):
-        """Return the arguments of the constructor."""
-        return self.get_config()
-
     def get_config(self):
         # Without the dtype, which is always float32: to serialize it, Keras would
         # import TensorFlow for every layer that clones its router.
@@ -291,6 +293,7 @@ class Router(Layer):
             "name": self.name,
             "trainable": self.trainable,
             "num_experts": self.num_experts,
+            **{name: getattr(self, name) for name in self.config_arguments},
         }
 
 
@@ -304,9 +307,3 @@ def _warn_of_mode():
         "`sum(layer.losses)` to the loss; to predict, call `eval()` first.",
         stacklevel=3,
     )
-
-
-def check_num_experts(num_experts):
-    """Raise unless the active distribution can shard this number of experts."""
-    check_whole_numbers(1, num_experts=num_experts)
-    check_divides_experts(num_experts)

@@ -13,11 +13,7 @@ from typing import ClassVar
 import numpy as np
 from keras import ops
 
-from keras_softmoe.checks import (
-    check_choice,
-    check_numbers,
-    check_whole_numbers,
-)
+from keras_softmoe.checks import check_choice, check_numbers, check_whole_numbers
 from keras_softmoe.ops import sinkhorn_plan, sparse_transport_plan
 from keras_softmoe.ops.capacity import (
     MULTIPLE_OF,
@@ -88,16 +84,6 @@ def _setting(name):
         setattr(router, attribute, dataclasses.replace(policy, **{name: value}))
 
     return property(read, change)
-
-
-def settings_of(policies):
-    """Return a dict from the settings of policies to their values."""
-    return {f.name: getattr(p, f.name) for p in policies for f in fields(p)}
-
-
-def mutable_settings(policies):
-    """Return the names of the settings that may change, of policies or classes."""
-    return tuple(f.name for p in policies for f in fields(p) if "live" in f.metadata)
 
 
 # === Capacity ===
@@ -171,14 +157,12 @@ class Scores:
     adds_up = True
     # Whether the scores of a token depend on the other tokens of its group
     compares_tokens = False
+    # Weights without gradient: names, and whether there is one for each expert
+    state: ClassVar[dict] = {}
 
     def probabilities(self, logits):
         """Return the `(G, S, E)` probabilities of `(G, S, E)` logits."""
         return softmax(logits, axis=-1)
-
-    def state(self, num_experts):
-        """Return a dict from names of weights without gradient to their shapes."""
-        return {}
 
 
 @policy
@@ -213,35 +197,26 @@ class TokenScores(Softmax):
     bias_update_every: int = 1
 
     def __post_init__(self):
-        super().__post_init__()
+        check_numbers(least=0, noise_std=self.noise_std)
         check_choice("score", self.score, ("softmax", "sigmoid"))
-        if self.is_biased:
+        is_biased = self.bias_update_rate is not None
+        if is_biased:
             check_numbers(least=0, bias_update_rate=self.bias_update_rate)
         check_whole_numbers(1, bias_update_every=self.bias_update_every)
-        if self.bias_update_every > 1 and not self.is_biased:
+        if self.bias_update_every > 1 and not is_biased:
             raise ValueError(
                 "`bias_update_every` needs a `bias_update_rate`. Received: "
                 f"bias_update_every={self.bias_update_every}, bias_update_rate=None."
             )
-
-    @property
-    def is_biased(self):
-        return self.bias_update_rate is not None
-
-    @property
-    def adds_up(self):
-        return self.score == "softmax"
+        state = {"bias": True} if is_biased else {}
+        if self.bias_update_every > 1:
+            # Choices of each expert and calls since the last move
+            state |= {"load": True, "calls": False}
+        adds_up = self.score == "softmax"
+        vars(self).update(is_biased=is_biased, adds_up=adds_up, state=state)
 
     def probabilities(self, logits):
         return ops.sigmoid(logits) if self.score == "sigmoid" else softmax(logits)
-
-    def state(self, num_experts):
-        if not self.is_biased:
-            return {}
-        if self.bias_update_every == 1:
-            return {"bias": (num_experts,)}
-        # Choices of each expert and calls since the last move
-        return {"bias": (num_experts,), "load": (num_experts,), "calls": ()}
 
 
 @policy

@@ -21,7 +21,7 @@ from keras_softmoe.ops.numbers import lowest, normal_like, where
 from keras_softmoe.ops.selection import zero_padding
 from keras_softmoe.routers.router import Decision, Router
 from keras_softmoe.sharding.constraints import (
-    check_layer,
+    check_placement,
     is_distributed,
     replicate,
 )
@@ -72,6 +72,10 @@ class SoftRouter(Router):
         (4, 16, 8, 2)
     """
 
+    config_arguments = (
+        *("slots_per_expert", "dispatch", "combine", "normalize"),
+        *("noise_std", "initial_scale"),
+    )
     mixes_tokens = True
 
     def __init__(
@@ -90,7 +94,20 @@ class SoftRouter(Router):
         check_whole_numbers(1, slots_per_expert=slots_per_expert)
         check_bools(normalize=normalize)
         check_numbers(least=0, noise_std=noise_std)
-        _check_scale(initial_scale, normalize)
+        if isinstance(initial_scale, str):
+            is_accepted = initial_scale == _UNIT_VARIANCE
+        else:
+            is_accepted = is_number(initial_scale) and initial_scale > 0
+        if not is_accepted:
+            raise ValueError(
+                f"`initial_scale` must be a positive number, or '{_UNIT_VARIANCE}' for "
+                f"the square root of the width. {received(initial_scale=initial_scale)}"
+            )
+        if not normalize and initial_scale != 1:
+            raise ValueError(
+                "Logits that are not normalized have no scale. "
+                + received(initial_scale=initial_scale, normalize=normalize)
+            )
         super().__init__(num_experts, **kwargs)
         self.slots_per_expert = slots_per_expert
         self.dispatch = dispatch
@@ -100,13 +117,11 @@ class SoftRouter(Router):
         self.initial_scale = initial_scale
         # Without a softmax of logits there are no weights.
         self._learns = "soft" in (dispatch, combine)
+        self.num_directions = self._learns * num_experts * slots_per_expert
+        self.normalizes_tokens = normalize
+        self.differs_in_training = self._learns and noise_std > 0
         if noise_std:
             self.seed_generator = keras.random.SeedGenerator()
-
-    @property
-    def differs_in_training(self) -> bool:
-        """Bool, `True` if a call in training may differ from one outside of it."""
-        return self._learns and self.noise_std > 0
 
     def capacity(self, num_tokens: int, training: bool = False) -> int:
         return self.slots_per_expert
@@ -126,19 +141,9 @@ class SoftRouter(Router):
             if scale == _UNIT_VARIANCE:
                 scale = math.sqrt(tokens_shape[-1])
             self.scale = self.add_weight(
-                shape=(),
-                initializer=keras.initializers.Constant(scale),
-                name="scale",
+                shape=(), initializer=keras.initializers.Constant(scale), name="scale"
             )
-        check_layer(self)
-
-    @property
-    def num_directions(self) -> int:
-        return self._learns * self.num_experts * self.slots_per_expert
-
-    @property
-    def normalizes_tokens(self) -> bool:
-        return self.normalize
+        check_placement("check_layer", self)
 
     def set_directions(self, directions: ArrayLike) -> None:
         if not self._learns:
@@ -200,34 +205,6 @@ class SoftRouter(Router):
             noise = normal_like(logits, self.seed_generator, self.noise_std)
             logits = logits + noise
         return logits
-
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "slots_per_expert": self.slots_per_expert,
-            "dispatch": self.dispatch,
-            "combine": self.combine,
-            "normalize": self.normalize,
-            "noise_std": self.noise_std,
-            "initial_scale": self.initial_scale,
-        }
-
-
-def _check_scale(initial_scale, normalize):
-    if isinstance(initial_scale, str):
-        is_accepted = initial_scale == _UNIT_VARIANCE
-    else:
-        is_accepted = is_number(initial_scale) and initial_scale > 0
-    if not is_accepted:
-        raise ValueError(
-            f"`initial_scale` must be a positive number, or '{_UNIT_VARIANCE}' for the "
-            f"square root of the width. {received(initial_scale=initial_scale)}"
-        )
-    if not normalize and initial_scale != 1:
-        raise ValueError(
-            "Logits that are not normalized have no scale. "
-            + received(initial_scale=initial_scale, normalize=normalize)
-        )
 
 
 def _inverse_norm(x, axis):

@@ -1,8 +1,8 @@
 """The sparse router: one algorithm, made of policies."""
 
-import dataclasses
 import warnings
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import TypedDict
 
 import keras
@@ -19,6 +19,7 @@ from keras_softmoe.ops.numbers import at_least, normal_like, positions, where
 from keras_softmoe.ops.routing import choice_routing
 from keras_softmoe.ops.selection import take_along
 from keras_softmoe.routers.losses import (
+    FORMER_WEIGHTS,
     Routed,
     RoutingLoss,
     checked_losses,
@@ -26,13 +27,7 @@ from keras_softmoe.routers.losses import (
     with_losses,
 )
 from keras_softmoe.routers.router import Decision, Router
-from keras_softmoe.routers.scores import (
-    Capacity,
-    PolicySettings,
-    mutable_settings,
-    settings_of,
-    slots_by_length,
-)
+from keras_softmoe.routers.scores import Capacity, PolicySettings, slots_by_length
 from keras_softmoe.sharding.constraints import is_distributed
 
 
@@ -89,14 +84,11 @@ class SparseRouter(Router, PolicySettings):
         random_logits=False,
         **settings,
     ):
-        of_capacity = [field.name for field in dataclasses.fields(Capacity)]
-        accepted = [
-            *keyword_names(type(self).__init__),
-            *SparseSettings.__annotations__,
-            *of_capacity,
-            "dtype",
-        ]
-        check_names(f"`{type(self).__name__}`", settings, accepted)
+        of_capacity = [field.name for field in fields(Capacity)]
+        known = [*SparseSettings.__annotations__, *of_capacity, "dtype"]
+        if not settings.keys() <= {*known}:
+            accepted = [*keyword_names(type(self).__init__), *known]
+            check_names(f"`{type(self).__name__}`", settings, accepted)
         slots = {name: settings.pop(name) for name in of_capacity if name in settings}
         super().__init__(num_experts, **settings)
         # Policies check their own fields, and then whether they fit together.
@@ -104,6 +96,7 @@ class SparseRouter(Router, PolicySettings):
         self.scores = scores
         self.assignment = assignment
         self.modalities = modalities
+        self._kernel_names = modalities.kernels if modalities else ("kernel",)
         assignment.check(num_experts, self.capacity_policy)
         if modalities is not None:
             modalities.check(num_experts, assignment.choices)
@@ -119,6 +112,7 @@ class SparseRouter(Router, PolicySettings):
         self.routing_losses = checked_losses(
             losses, self.num_predicted_experts, scores, assignment
         )
+        self._objects = {"losses": self.routing_losses}
         self.loss_weight = loss_weight
         # Always made: `set_routing` may ask for random numbers later.
         self.seed_generator = keras.random.SeedGenerator()
@@ -126,7 +120,8 @@ class SparseRouter(Router, PolicySettings):
     def build(self, tokens_shape):
         # Not for LIMoE: its number of slots depends on the modalities of a call.
         if tokens_shape[1] is not None and not self.knows_modalities:
-            self.check_group(tokens_shape[1])
+            # Raises if there is no slot.
+            self.capacity(tokens_shape[1])
         for name in self._kernel_names:
             kernel = self.add_weight(
                 shape=(tokens_shape[-1], self.num_predicted_experts),
@@ -134,9 +129,10 @@ class SparseRouter(Router, PolicySettings):
                 name=name,
             )
             setattr(self, name, kernel)
-        for name, shape in self._state.items():
+        state = {**self.scores.state, **self.assignment.state}
+        for name, is_per_expert in state.items():
             weight = self.add_weight(
-                shape=shape,
+                shape=(self.num_experts,) * is_per_expert,
                 initializer="zeros",
                 trainable=False,
                 # TensorFlow replicas each see a part of the batch.
@@ -187,7 +183,8 @@ class SparseRouter(Router, PolicySettings):
             gates = scores
         elif not self.noisy_gates and noisy_logits is not logits:
             gates = self.scores.probabilities(logits)
-        gates = self.assignment.gates(gates, chosen)
+        if getattr(self.assignment, "normalize_gates", False):
+            gates = self.assignment.normalized(gates, chosen)
         # 7. Assignment: tokens to slots, or rows for all choices if nothing is dropped
         seed = self.seed_generator
         if factor is None and self.assignment.has_rows:
@@ -222,21 +219,12 @@ class SparseRouter(Router, PolicySettings):
     @property
     def differs_in_training(self) -> bool:
         """Bool, `True` if a call in training may differ from one outside of it."""
-        learns = self.trainable and bool(self.routing_losses or self._state)
+        has_state = self.scores.state or self.assignment.state
+        learns = self.trainable and bool(self.routing_losses or has_state)
         factors = self._capacity_factor(True), self._capacity_factor(False)
         return learns or bool(self.scores.noise_std) or factors[0] != factors[1]
 
-    @property
-    def _state(self):
-        """Dict from names of weights without gradient to their shapes."""
-        policies = (self.scores, self.assignment)
-        return {k: s for p in policies for k, s in p.state(self.num_experts).items()}
-
     # === Logits ===
-
-    @property
-    def _kernel_names(self):
-        return ("kernel",) if self.modalities is None else self.modalities.kernels
 
     def _logits(self, tokens, masks):
         if self.modalities is None:
@@ -269,10 +257,10 @@ class SparseRouter(Router, PolicySettings):
 
     @property
     def num_directions(self):
-        of_modalities = self.modalities is not None and (
-            self.modalities.per_modality or self.modalities.is_pruned
-        )
-        return 0 if of_modalities else self.num_experts
+        policy = self.modalities
+        if policy and (policy.per_modality or policy.kept_experts is not None):
+            return 0
+        return self.num_experts
 
     def set_directions(self, directions):
         if not self.num_directions:
@@ -292,7 +280,7 @@ class SparseRouter(Router, PolicySettings):
     def capacity(self, num_tokens, training=False, single_modality=False):
         factor = self._capacity_factor(training, 1 if single_modality else 0)
         return self.capacity_policy.slots(
-            factor, num_tokens, self.choices_per_token, self.num_experts
+            factor, num_tokens, self.assignment.choices, self.num_experts
         )
 
     def num_rows(self, num_tokens, training=False):
@@ -318,13 +306,9 @@ class SparseRouter(Router, PolicySettings):
     def _limit(self, num_tokens, largest, factor):
         """Return the slots of an expert in each group, `(G,)` int."""
         # A table, as the numbers may be known only when a compiled function runs
-        table = slots_by_length(
-            self.capacity_policy,
-            factor,
-            largest,
-            self.choices_per_token,
-            self.num_experts,
-        )
+        choices, num_experts = self.choices_per_token, self.num_experts
+        policy = self.capacity_policy
+        table = slots_by_length(policy, factor, largest, choices, num_experts)
         return take_rows(table.on(num_tokens), num_tokens)
 
     # === Losses ===
@@ -356,10 +340,21 @@ class SparseRouter(Router, PolicySettings):
             return
         summary["auxiliary_loss"] = auxiliary_loss
         # With a frozen router the loss would only train the layers before it.
-        if self.trainable:
-            loss = _mean_of_groups(auxiliary_loss, num_tokens)
-            # Keras adds losses in `floatx`.
-            self.add_loss(ops.cast(loss, keras.config.floatx()))
+        if not self.trainable:
+            return
+        # The mean over the groups with tokens, 0 if there are none
+        if num_tokens is not None:
+            has_tokens = num_tokens > 0
+            count = at_least(ops.sum(ops.cast(has_tokens, auxiliary_loss.dtype)), 1.0)
+            loss = ops.sum(where(has_tokens, auxiliary_loss, 0.0)) / count
+        elif auxiliary_loss.shape[0]:
+            loss = ops.mean(auxiliary_loss)
+        else:
+            # On TensorFlow the batch size may be known only when the graph runs.
+            count = ops.cast(ops.shape(auxiliary_loss)[0], auxiliary_loss.dtype)
+            loss = ops.sum(auxiliary_loss) / at_least(count, 1.0)
+        # Keras adds losses in `floatx`.
+        self.add_loss(ops.cast(loss, keras.config.floatx()))
 
     def _auxiliary_loss(self, routed):
         """Return the total loss, `(G,)`, or `None` if no loss applies."""
@@ -401,24 +396,29 @@ class SparseRouter(Router, PolicySettings):
 
     @property
     def mutable_settings(self):
-        return (*mutable_settings(self.policies), "random_logits")
+        settings = (one for policy in self.policies for one in fields(policy))
+        live = [one.name for one in settings if "live" in one.metadata]
+        return (*live, "random_logits")
 
     @classmethod
     def from_config(cls, config):
-        return super().from_config(with_losses(config, cls.default_losses))
+        if not FORMER_WEIGHTS.keys().isdisjoint(config):
+            config = with_losses(config, cls.default_losses)
+        return super().from_config(config)
 
     def get_config(self):
         averaged = self.loss_weight is not None
         return {
             **super().get_config(),
-            **settings_of(self.policies),
+            **{
+                one.name: getattr(p, one.name)
+                for p in self.policies
+                for one in fields(p)
+            },
             "losses": [serialize_loss(loss) for loss in self.routing_losses],
             **({"loss_weight": self.loss_weight} if averaged else {}),
             "random_logits": self.random_logits,
         }
-
-    def _arguments(self):
-        return {**self.get_config(), "losses": self.routing_losses}
 
 
 def _first_slots(token, filled, limit):
@@ -429,20 +429,6 @@ def _first_slots(token, filled, limit):
     slots = positions(filled.shape[-1], filled)
     filled = filled & (slots < limit[:, None, None])
     return where(filled, token, 0), filled
-
-
-def _mean_of_groups(losses, num_tokens):
-    """Return the mean over the groups with tokens; 0 if there are none."""
-    if num_tokens is None:
-        groups = losses.shape[0]
-        if groups is not None and groups != 0:
-            return ops.mean(losses)
-        # On TensorFlow the batch size may be known only when the graph runs.
-        groups = ops.cast(ops.shape(losses)[0], losses.dtype)
-        return ops.sum(losses) / at_least(groups, 1.0)
-    has_tokens = num_tokens > 0
-    count = at_least(ops.sum(ops.cast(has_tokens, losses.dtype)), 1.0)
-    return ops.sum(where(has_tokens, losses, 0.0)) / count
 
 
 def _warn_of_losses_left_out(distiller):

@@ -79,25 +79,12 @@ def num_shards(device_mesh, axis):
     return math.prod(1 if name is None else sizes[name] for name in names)
 
 
-# Checks by the distributions of this library, without effect under those of Keras.
+def check_placement(method, argument):
+    """Call a check of the active distribution; those of Keras have none.
 
-
-def check_divides_experts(num_experts):
-    """Let the active distribution check a number of experts before they are built."""
-    _check("check_divides_experts", num_experts)
-
-
-def check_layer(layer):
-    """Let the active distribution check the variables of a newly built layer."""
-    _check("check_layer", layer)
-
-
-def check_model(model):
-    """Let the active distribution check a model before it runs."""
-    _check("check_model", model)
-
-
-def _check(method, argument):
+    `"check_divides_experts"` takes a number of experts before they are built,
+    `"check_layer"` a newly built layer, `"check_model"` a model before it runs.
+    """
     check = getattr(keras.distribution.distribution(), method, None)
     if check is not None:
         check(argument)

@@ -115,8 +115,10 @@ def describe_layers(model):
             around.add(id(parent))
             parent = parents[id(parent)]
     for index, (_, layer, parent) in enumerate(all_layers):
-        is_in_graph = surgery.is_functional(parent) and is_of_keras_hub(layer)
-        if not surgery.is_functional(layer) and (is_in_graph or id(layer) in around):
+        is_in_graph = isinstance(parent, surgery.FUNCTIONAL) and is_of_keras_hub(layer)
+        if not isinstance(layer, surgery.FUNCTIONAL) and (
+            is_in_graph or id(layer) in around
+        ):
             layer.described_by = SimpleNamespace(model=model, index=index)
             layer.__class__ = _described_by_model(type(layer))
 

@@ -267,11 +267,11 @@ def looks_ahead(router):
         return True
     if assignment.keep_fraction < 1:
         return True
-    capacities = (router.capacity(4096, training) for training in (False, True))
-    has_room = router.num_rows(1) is not None or min(capacities) >= 4096
+    # A slot for each token, as in dropless routing
+    capacities = [router.capacity(4096, training) for training in (False, True)]
     # A limited expert takes all first choices before any second one.
     in_order = assignment.choices == 1 and router.priority == "position"
-    return not (has_room or in_order)
+    return not (min(capacities) >= 4096 or in_order)
 
 
 def keeps_outputs(router):
@@ -284,7 +284,7 @@ def keeps_outputs(router):
     assignment = getattr(router, "assignment", None)
     if type(assignment) not in (TokenChoice, ExpertChoice) or router.knows_modalities:
         return False
-    has_room = router.num_rows(1) is not None or router.capacity(4096) >= 4096
+    has_room = router.capacity(4096) >= 4096
     # Of all experts together. A sparse plan is found by steps of a solver.
     is_one = getattr(router.scores, "score", "softmax") == "softmax"
     is_plan = isinstance(router, kinds.SparseTransportExpertChoiceRouter)

@@ -92,7 +92,8 @@ class ModelWithExperts(
         for attribute, value in attributes.items():
             vars(self).setdefault(attribute, value)
         surgery.renew_parameters(self)
-        configuration.set_trainable_argument(self, trainable)
+        if trainable is not True:
+            configuration.set_trainable_argument(self, trainable)
         # In an object that Keras does not track
         held.layers = layers
         self.held = held
@@ -224,7 +225,7 @@ def _put_experts(model, sites, routers, held):
     sizes = [x.shape[1:] for x in keras.tree.flatten(ends(model)[0])]
     is_fixed = all(None not in size for size in sizes)
     for (block, site), by_image in zip(sites.items(), images, strict=True):
-        is_in_graph = surgery.is_functional(site.parents[0])
+        is_in_graph = isinstance(site.parents[0], surgery.FUNCTIONAL)
         # The names in a graph are unique.
         name = f"{site.parts[0].name}_moe" if is_in_graph else "moe"
         with contextlib.ExitStack() as scopes:
@@ -247,7 +248,7 @@ def _put_experts(model, sites, routers, held):
             new = moe
             if index:
                 new = keras.layers.Identity(dtype=part.compute_dtype, name=part.name)
-            if surgery.is_functional(parent):
+            if isinstance(parent, surgery.FUNCTIONAL):
                 in_graph[id(part)] = new
             else:
                 surgery.replace_sublayer(parent, part, new)
@@ -288,7 +289,9 @@ def _with_layers(model, new):
     def clone(layer):
         if id(layer) in new:
             return new[id(layer)]
-        inside = surgery.sublayers(layer) if surgery.is_functional(layer) else ()
+        inside = (
+            surgery.sublayers(layer) if isinstance(layer, surgery.FUNCTIONAL) else ()
+        )
         if any(id(part) in new for _, part, _ in inside):
             return _with_layers(layer, new)
         return layer

@@ -5,7 +5,7 @@ import functools
 import keras
 from keras import ops
 
-from keras_softmoe.keras_adapter.surgery import call_symbolically, is_functional
+from keras_softmoe.keras_adapter.surgery import FUNCTIONAL, call_symbolically
 from keras_softmoe.models.with_experts.mlp_sites import GATED
 
 # Tokens of a text whose length a model leaves open, where a number is needed.
@@ -16,7 +16,7 @@ def ends(model):
     """Return the inputs and outputs of a model as (structures of) Keras tensors."""
     if isinstance(model, keras.Sequential):
         return model.inputs[0], model.outputs[0]
-    if is_functional(model):
+    if isinstance(model, FUNCTIONAL):
         return model.input, model.output
     inputs = keras.Input(model.get_build_config()["input_shape"][1:])
     return inputs, model(inputs)
@@ -103,9 +103,8 @@ def token_shapes(model, sites):
 def example_inputs(model, batch_size=1):
     """Return the inputs of a model as Keras tensors of known sizes."""
     tokens = getattr(model, "max_sequence_length", None) or _TOKENS
-
-    def example(x):
+    inputs, found = ends(model)[0], []
+    for x in keras.tree.flatten(inputs):
         sizes = (tokens if n is None else n for n in x.shape[1:])
-        return keras.KerasTensor((batch_size, *sizes), x.dtype)
-
-    return keras.tree.map_structure(example, ends(model)[0])
+        found.append(keras.KerasTensor((batch_size, *sizes), x.dtype))
+    return keras.tree.pack_sequence_as(inputs, found)
