@@ -180,10 +180,15 @@ def _check(model, filepath, format):
             )
         if router.num_rows(1) is not None:
             factor = router.num_experts / router.choices_per_token
+            name = (
+                "capacity_factor"
+                if router.num_rows(1, True)
+                else "eval_capacity_factor"
+            )
             raise ValueError(
                 "An exported model must have a fixed number of slots. Received: "
-                f"{router.path} with capacity_factor=None. Set one that drops nothing "
-                f"either: `set_routing(capacity_factor={factor:g})`."
+                f"{router.path} with {name}={getattr(router, name)!r}. Set one that "
+                f"drops nothing either: `set_routing({name}={factor:g})`."
             )
 
 

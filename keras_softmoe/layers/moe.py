@@ -215,10 +215,15 @@ class MoE(Layer):
         router = self.router
         if router.num_rows(1) is not None:
             factor = router.num_experts / router.choices_per_token
+            name = (
+                "capacity_factor"
+                if router.num_rows(1, True)
+                else "eval_capacity_factor"
+            )
             raise ValueError(
                 "Dropless routing cannot be sharded: devices need equally many rows of "
-                "each group. Received: capacity_factor=None under a distribution. "
-                f"`capacity_factor={factor:g}` keeps every token, too."
+                f"each group. Received: {name}={getattr(router, name)!r} under a "
+                f"distribution. `{name}={factor:g}` keeps every token, too."
             )
 
     def _check_groups(self, batch, num_groups):

@@ -26,7 +26,7 @@ from keras_softmoe.ops.selection import (
     top_indices,
     with_real_first,
 )
-from keras_softmoe.routers.scores import live, policy
+from keras_softmoe.routers.scores import DROPLESS, live, policy
 
 
 @policy
@@ -44,11 +44,12 @@ class ExpertChoice:
 
     def check(self, num_experts, capacity):
         """Raise unless the policies of a router fit together."""
-        if capacity.capacity_factor is None:
+        factors = capacity.capacity_factor, capacity.eval_capacity_factor
+        if factors[0] is None or factors[1] == DROPLESS:
             raise ValueError(
-                "`capacity_factor` must be a positive number where experts choose. "
-                "Received: capacity_factor=None. A `SoftmaxTokenChoiceRouter` can keep "
-                "all choices."
+                "The capacity must be a positive number where experts choose. Received:"
+                f" capacity_factor={factors[0]}, eval_capacity_factor={factors[1]!r}. "
+                "A `SoftmaxTokenChoiceRouter` can keep all choices."
             )
 
     def choose(self, selection, sharded):

@@ -89,19 +89,24 @@ def _setting(name):
 # === Capacity ===
 
 
+# The capacity of predictions in which nothing is dropped
+DROPLESS = "dropless"
+
+
 @policy
 class Capacity:
     """The number of slots of an expert."""
 
     capacity_factor: float | None = live(default=1.05)
-    eval_capacity_factor: float | None = live(default=None)
+    # `DROPLESS` for a router without capacity outside of training
+    eval_capacity_factor: float | str | None = live(default=None)
     rounding: str = ROUNDING
     multiple_of: int | None = MULTIPLE_OF
 
     def __post_init__(self):
         if self.capacity_factor is not None:
             check_numbers(over=0, capacity_factor=self.capacity_factor)
-        if self.eval_capacity_factor is not None:
+        if self.eval_capacity_factor not in (None, DROPLESS):
             check_numbers(over=0, eval_capacity_factor=self.eval_capacity_factor)
         if self.multiple_of is not None:
             check_whole_numbers(0, multiple_of=self.multiple_of)

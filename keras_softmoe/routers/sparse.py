@@ -27,7 +27,12 @@ from keras_softmoe.routers.losses import (
     with_losses,
 )
 from keras_softmoe.routers.router import Decision, Router
-from keras_softmoe.routers.scores import Capacity, PolicySettings, slots_by_length
+from keras_softmoe.routers.scores import (
+    DROPLESS,
+    Capacity,
+    PolicySettings,
+    slots_by_length,
+)
 from keras_softmoe.sharding.constraints import is_distributed
 
 
@@ -35,7 +40,7 @@ class SparseSettings(TypedDict, total=False):
     """Keyword arguments of all sparse routers, see `SoftmaxTokenChoiceRouter`."""
 
     losses: Sequence[RoutingLoss] | None
-    eval_capacity_factor: float | None
+    eval_capacity_factor: float | str | None
     rounding: str
     multiple_of: int | None
     random_logits: bool | str
@@ -297,6 +302,8 @@ class SparseRouter(Router, PolicySettings):
         # 0 where modalities are not distinguished. One alone does not use all experts,
         # which need more slots then.
         policy = self.capacity_policy
+        if policy.eval_capacity_factor == DROPLESS and not training:
+            return None
         if num_modalities == 1 and policy.capacity_factor is not None:
             return self.modalities.single_modality_capacity_factor
         if training or policy.eval_capacity_factor is None:

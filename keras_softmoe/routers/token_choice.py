@@ -46,7 +46,8 @@ class SoftmaxTokenChoiceRouter(SparseRouter):
             - `losses`: sequence of `RoutingLoss`es, whose weighted sum is added to the
               loss in training. By default the importance loss and, with noise, the load
               loss, with weights of 0.005 as in the paper.
-            - `eval_capacity_factor`: float, `capacity_factor` outside of training.
+            - `eval_capacity_factor`: float, `capacity_factor` outside of training;
+              `"dropless"` for predictions that depend on no other image.
             - `rounding`, `multiple_of`: see `ops.expert_capacity`.
             - `random_logits`: `True` replaces logits by normal noise, `"permuted"`
               shuffles each token's logits, to measure the benefit of routing (appendix

@@ -198,6 +198,33 @@ def test_skipped_tokens():
     ).all()
 
 
+def test_predictions_alone():
+    """Trained with slots; a prediction depends on no other image of its group."""
+    settings = {"num_selected_experts": 2, "capacity_factor": 0.75, "noise_std": 0.0}
+
+    def layer_with(**changed):
+        router = routers.SoftmaxTokenChoiceRouter(NUM_EXPERTS, **settings | changed)
+        return build(router=router, group_images=None)
+
+    layer = layer_with(eval_capacity_factor="dropless")
+    x = normal(SHAPE)
+    trained = outputs(lambda x: layer(x, training=True), x)
+    slots = layer_with()
+    assert_near(trained, outputs(lambda x: slots(x, training=True), x), atol=1e-6)
+    found = outputs(layer, x)
+    assert abs(found - trained).max() > 1e-2
+    assert_near(found, outputs(layer_with(capacity_factor=None), x), atol=1e-6)
+    for index in range(len(x)):
+        alone = outputs(layer, x[index : index + 1])
+        assert_near(alone[0], found[index], atol=1e-6)
+    again = keras.saving.deserialize_keras_object(
+        keras.saving.serialize_keras_object(layer)
+    )
+    assert again.router.eval_capacity_factor == "dropless"
+    with pytest.raises(ValueError, match="eval_capacity_factor.*Received.*'dense'"):
+        layer_with(eval_capacity_factor="dense")
+
+
 def test_routers_that_choose_tokens_refuse_it():
     for kind in (
         routers.SoftmaxExpertChoiceRouter,
@@ -206,6 +233,8 @@ def test_routers_that_choose_tokens_refuse_it():
     ):
         with pytest.raises(ValueError, match="experts choose.*capacity_factor=None"):
             kind(NUM_EXPERTS, capacity_factor=None)
+        with pytest.raises(ValueError, match="eval_capacity_factor='dropless'"):
+            kind(NUM_EXPERTS, eval_capacity_factor="dropless")
 
 
 def test_cost():
@@ -237,10 +266,14 @@ def test_a_distribution_refuses_whole_images(monkeypatch):
 def test_a_file_refuses_it(tmp_path):
     router = routers.SoftmaxTokenChoiceRouter(NUM_EXPERTS)
     backbone = ksm.models.ViTMoEBackbone(**tiny.SIZES, moe_layers=(1,), router=router)
-    backbone.set_routing(capacity_factor=None)
-    assert backbone(np.zeros((2, 8, 8, 3), "float32"))["pooled_output"].shape == (2, 8)
-    with pytest.raises(ValueError, match=r"set_routing\(capacity_factor=4\)"):
-        backbone.export(str(tmp_path / "file"))
+    for settings in ({"eval_capacity_factor": "dropless"}, {"capacity_factor": None}):
+        backbone.set_routing(**settings)
+        outputs = backbone(np.zeros((2, 8, 8, 3), "float32"))
+        assert outputs["pooled_output"].shape == (2, 8)
+        (name,) = settings
+        with pytest.raises(ValueError, match=rf"set_routing\({name}=4\)"):
+            backbone.export(str(tmp_path / "file"))
+        backbone.set_routing(eval_capacity_factor=None)
 
 
 # Of what PyTorch does where its graph breaks
