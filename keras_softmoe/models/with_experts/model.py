@@ -92,8 +92,7 @@ class ModelWithExperts(
         for attribute, value in attributes.items():
             vars(self).setdefault(attribute, value)
         surgery.renew_parameters(self)
-        if trainable is not True:
-            configuration.set_trainable_argument(self, trainable)
+        configuration.set_trainable_argument(self, trainable)
         # In an object that Keras does not track
         held.layers = layers
         self.held = held
@@ -276,11 +275,8 @@ def _graph_with(model, new):
     whole = _with_layers(whole, new)
     outputs, made = whole.output
     by_id = {**dict(zip(tensors, made, strict=True)), **new}
-
-    def renewed(value):
-        return by_id.get(id(value), value)
-
-    return whole.input, outputs, keras.tree.map_structure(renewed, attributes)
+    renewed = keras.tree.map_structure(lambda x: by_id.get(id(x), x), attributes)
+    return whole.input, outputs, renewed
 
 
 def _with_layers(model, new):
