@@ -198,7 +198,7 @@ def test_losses_are_added_in_training_only(name):
 def test_stateless_calls_draw_what_their_state_says(name):
     """The state before a call gives its noise again, also after another call."""
     tokens = keras.ops.convert_to_tensor(cases.array("normal", (2, 8, WIDTH), 0))
-    router = build(name, 4, WIDTH, noise_std=2.0)
+    router = build(name, noise_std=2.0)
     seeds = router.non_trainable_variables
 
     def call(state):
