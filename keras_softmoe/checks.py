@@ -123,12 +123,12 @@ def first_not_finite(array):
     return None
 
 
-def check_finite(what, array):
-    """Raise unless an array, which `what` names in the message, has finite numbers."""
+def check_finite(name, array):
+    """Raise unless an array has finite numbers; `name` is for the message."""
     row = first_not_finite(array)
     if row is not None:
         raise ValueError(
-            f"{what} must be finite. Received: NaN or infinity, first in row {row}."
+            f"{name} must be finite. Received: NaN or infinity, first in row {row}."
         )
 
 

@@ -12,7 +12,7 @@ from keras_softmoe.layers.expert_bank import ExpertBank, per_expert
 from keras_softmoe.layers.groups import by_expert
 from keras_softmoe.layers.mlp import activation_of
 from keras_softmoe.ops.grouped import grouped_affine, map_experts
-from keras_softmoe.ops.kernels import affine, as_tensor, chunked_map, reshape
+from keras_softmoe.ops.kernels import affine, chunked_map, reshape
 from keras_softmoe.sharding.constraints import check_placement, is_distributed
 
 # In int4 a bank has a kernel of floats, as without quantization.
@@ -144,7 +144,8 @@ class Experts(Layer):
             # The banks multiply integers themselves.
             hidden = _activated([bank(x) for bank in banks[:-1]], self._activate)
             return banks[-1](self.dropout(hidden, training=training))
-        weights = [as_tensor(w) for bank in banks for w in (bank.kernel, bank.bias)]
+        weights = [weight for bank in banks for weight in (bank.kernel, bank.bias)]
+        weights = [w.value if isinstance(w, keras.Variable) else w for w in weights]
         multiply = functools.partial(affine, sharded=sharded)
         if count is not None:
             multiply = functools.partial(grouped_affine, count=count)

@@ -59,7 +59,8 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
         super().__init__(
             inputs=inputs, outputs=outputs, dtype=architecture.dtype, name=name
         )
-        configuration.set_trainable_argument(self, trainable)
+        if trainable is not True:
+            configuration.set_trainable_argument(self, trainable)
         self._architecture = architecture
         # `self.hidden_dim`, `self.num_layers`, ..., see the attributes above.
         for setting, value in vars(architecture).items():

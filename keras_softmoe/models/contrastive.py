@@ -60,7 +60,8 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
             compile=compile,
             name=name,
         )
-        configuration.set_trainable_argument(self, trainable)
+        if trainable is not True:
+            configuration.set_trainable_argument(self, trainable)
         check_placement("check_model", self)
 
     # === Training ===

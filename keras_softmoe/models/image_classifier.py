@@ -115,7 +115,8 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
         keras_hub.models.Task.__init__(
             self, inputs=inputs, outputs=outputs, compile=compile, name=name
         )
-        configuration.set_trainable_argument(self, trainable)
+        if trainable is not True:
+            configuration.set_trainable_argument(self, trainable)
         check_placement("check_model", self)
 
     def compile(self, optimizer="auto", loss="auto", *, metrics="auto", **kwargs):

@@ -92,7 +92,8 @@ class ModelWithExperts(
         for attribute, value in attributes.items():
             vars(self).setdefault(attribute, value)
         surgery.renew_parameters(self)
-        configuration.set_trainable_argument(self, trainable)
+        if trainable is not True:
+            configuration.set_trainable_argument(self, trainable)
         # In an object that Keras does not track
         held.layers = layers
         self.held = held
