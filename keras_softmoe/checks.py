@@ -3,6 +3,7 @@
 import difflib
 import inspect
 import numbers
+import operator
 import reprlib
 import typing
 
@@ -87,18 +88,23 @@ def is_number(value):
     return is_real and -_LARGEST_NUMBER < value < _LARGEST_NUMBER
 
 
-def check_numbers(least=None, over=None, under=None, **arguments):
+def check_numbers(least=None, over=None, under=None, most=None, **arguments):
     """Raise unless every argument is a finite number in a range.
 
-    `least` is an inclusive lower bound, `over` and `under` are exclusive ones.
+    `least` and `most` are inclusive bounds, `over` and `under` exclusive ones.
     """
-    under = _LARGEST_NUMBER if under is None else under
-    bounds = [("at least", least), ("over", over), ("under", under)]
-    wanted = " and ".join(f"{word} {n:g}" for word, n in bounds if n is not None)
+    if under is None and most is None:
+        under = _LARGEST_NUMBER
+    bounds = [
+        ("at least", least, operator.ge),
+        ("over", over, operator.gt),
+        ("under", under, operator.lt),
+        ("at most", most, operator.le),
+    ]
+    bounds = [bound for bound in bounds if bound[1] is not None]
+    wanted = " and ".join(f"{word} {n:g}" for word, n, _ in bounds)
     for name, value in arguments.items():
-        inside = is_number(value) and value < under
-        inside = inside and (least is None or value >= least)
-        if not inside or (over is not None and value <= over):
+        if not is_number(value) or not all(holds(value, n) for _, n, holds in bounds):
             raise ValueError(
                 f"`{name}` must be a finite number {wanted}. "
                 + received(**{name: value})
@@ -115,6 +121,15 @@ def first_not_finite(array):
         if not finite.all():
             return start + int(np.argwhere(~finite)[0, 0])
     return None
+
+
+def check_finite(name, array):
+    """Raise unless an array has finite numbers; `name` is for the message."""
+    row = first_not_finite(array)
+    if row is not None:
+        raise ValueError(
+            f"{name} must be finite. Received: NaN or infinity, first in row {row}."
+        )
 
 
 def check_choice(argument, value, accepted):

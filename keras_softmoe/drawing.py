@@ -4,6 +4,8 @@ from itertools import cycle
 
 import numpy as np
 
+from keras_softmoe.checks import is_number
+
 DROPPED = "#d9d9d9"
 # Okabe and Ito's colours, which colour-blind people can distinguish. Yellow, which is
 # invisible on white, is left out.
@@ -71,11 +73,6 @@ def block_title(layer):
 
 
 # === Colours ===
-
-
-def is_number(value):
-    """Return True if a value has a place on an axis of numbers."""
-    return isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
 
 
 def line_colors(names):

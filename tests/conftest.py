@@ -21,15 +21,8 @@ collect_ignore_glob = [
 
 # `make nightly` has packages of other names.
 RELEASES = (
-    "keras",
-    "keras-nightly",
-    "keras-hub",
-    "keras-hub-nightly",
-    "numpy",
-    "jax",
-    "tensorflow",
-    "torch",
-)
+    "keras keras-nightly keras-hub keras-hub-nightly numpy jax tensorflow torch"
+).split()
 
 
 def pytest_addoption(parser):

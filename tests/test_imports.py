@@ -17,28 +17,10 @@ FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*
 
 # Subpackages and modules, each of which imports itself and those listed before it.
 PARTS = (
-    "types",
-    "checks",
-    "files",
-    "keras_adapter",
-    "ops",
-    "sharding",
-    "routers",
-    "layers",
-    "architecture",
-    "checkpoints",
-    "catalogue",
-    "exporting",
-    "models",
-    "presets",
-    "converters",
-    "datasets",
-    "drawing",
-    "evaluation",
-    "analysis",
-    "training",
-    "distribution",
-)
+    "types checks files keras_adapter ops sharding routers layers architecture "
+    "checkpoints catalogue exporting models presets converters datasets drawing "
+    "evaluation analysis training distribution"
+).split()
 
 
 def part_of(file):

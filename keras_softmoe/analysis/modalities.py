@@ -8,6 +8,7 @@ from keras import ops
 from keras_softmoe.analysis.blocks import experts_of_tokens
 from keras_softmoe.analysis.figures import figure_method
 from keras_softmoe.analysis.streaming import PADDING, PADDING_TAG, WORD_BEGINS
+from keras_softmoe.checks import check_numbers
 from keras_softmoe.ops import ChoiceRouting, token_choice
 from keras_softmoe.ops.assignment import PRIORITIES
 from keras_softmoe.ops.routing import to_slots
@@ -130,10 +131,7 @@ class ModalityStatistics(NamedTuple):
 
         Source: LIMoE, appendix B.2 (figure 10).
         """
-        if not 0 < share <= 1:
-            raise ValueError(
-                f"`share` must be over 0 and at most 1. Received: share={share}."
-            )
+        check_numbers(over=0, most=1, share=share)
         # Less a rounding error of the quotient.
         return {
             name: int(np.argmax(coverage >= share - 1e-12)) + 1

@@ -156,8 +156,12 @@ def analyze(
     routers = streaming.routers_of(backbone)
     if labels is not None and hasattr(data, "shape"):
         check_labels(len(data), labels)
-    pairs = streaming.pairs_of(model, data, captions, preprocessor)
-    if capacity_factors and (not num_pictures or streaming.is_limoe(backbone)):
+    # A LIMoE routes images in pairs, too, unless they come in batches.
+    is_array = data is None or hasattr(data, "shape")
+    is_limoe, pairs = streaming.is_limoe(backbone), None
+    if captions is not None or (is_limoe and is_array):
+        pairs = streaming.Pairs(model, data, captions, preprocessor)
+    if capacity_factors and (not num_pictures or is_limoe):
         raise ValueError(
             "`capacity_factors` needs `num_pictures` and a `ViTMoEBackbone`. Received: "
             f"num_pictures={num_pictures} with {type(backbone).__name__}."

@@ -62,10 +62,7 @@ class Concentration(NamedTuple):
         `part` is a float over 0 and at most 1, 0.5 for the median of the averages.
         """
         check_numbers(over=0, under=1, share=share)
-        if not 0 < part <= 1:
-            raise ValueError(
-                f"`part` must be over 0 and at most 1. Received: part={part}."
-            )
+        check_numbers(over=0, most=1, part=part)
         # The last bin ends at one, which all weights together reach.
         first = min(round(share * NUM_BINS), NUM_BINS - 1)
         reached = self.counts[:, first:].sum(axis=1) / self.counts.sum(axis=1)

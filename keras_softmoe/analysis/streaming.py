@@ -255,14 +255,6 @@ PADDING_TAG = "padding"
 WORD_BEGINS = "▁"
 
 
-def pairs_of(model, images, captions, preprocessor):
-    """Return the `Pairs` of a LIMoE's data, `None` for other models and data."""
-    is_array = images is None or hasattr(images, "shape")
-    if captions is None and not (is_limoe(backbone_of(model)[0]) and is_array):
-        return None
-    return Pairs(model, images, captions, preprocessor)
-
-
 class Pairs:
     """Images and captions (or one of them alone) and the LIMoE that routes them."""
 

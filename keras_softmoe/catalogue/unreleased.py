@@ -10,24 +10,14 @@ import functools
 
 from keras_softmoe import ops, routers
 from keras_softmoe.architecture import LIMoE
-from keras_softmoe.catalogue import papers
-from keras_softmoe.catalogue.row import (
-    IMAGE_SIZE,
-    Row,
-    experts,
-    moe_blocks,
-    placed,
-    preset_name,
-    template,
-    vit,
-)
+from keras_softmoe.catalogue import papers, row
 from keras_softmoe.ops.capacity import RELEASED
 
 
 def unreleased():
     """Return a list of `Row` of all these models."""
     families = _vmoe, _soft_moe, _soft_moe_baselines, _router_study, _limoe
-    return [row for rows in families for row in rows()]
+    return [model for family in families for model in family()]
 
 
 # === V-MoE ===
@@ -44,9 +34,9 @@ _RELEASED_NOTE = (
 
 
 def _vmoe():
-    for row, model, placement, k, parameters in papers.VMOE:
+    for title, model, placement, k, parameters in papers.VMOE:
         published = {
-            "row": f"table 8, {row}" + (f", K = {k}" if placement else ""),
+            "row": f"table 8, {title}" + (f", K = {k}" if placement else ""),
             "parameters": parameters,
             "head_classes": papers.VMOE_CLASSES,
         }
@@ -67,16 +57,16 @@ def _vmoe_model(model, placement=None, num_experts=None, k=None, published=None)
     }
     if placement is None:
         title = "Dense twin of V-MoE-15B" if is_15b else f"ViT-{model} of V-MoE"
-        return Row(twin, title, "", arguments=arguments, **rest)
-    layers, where = placed(arguments["num_layers"], placement)
+        return row.Row(twin, title, "", arguments=arguments, **rest)
+    layers, where = row.placed(arguments["num_layers"], placement)
     marks = (placement, f"{num_experts}e", "" if k == 2 else f"k{k}")
-    return Row(
-        preset_name("vmoe", papers.VMOE_SIZES, model, *marks),
+    return row.Row(
+        row.preset_name("vmoe", papers.VMOE_SIZES, model, *marks),
         "V-MoE-15B" if is_15b else f"V-MoE-{model}",
         f"{num_experts} experts in {where}, K = {k}",
         # In the released code all experts of a block start equal.
-        arguments=arguments | experts(layers, 8) | {"equal_experts": True},
-        router=template(
+        arguments=arguments | row.experts(layers, 8) | {"equal_experts": True},
+        router=row.template(
             routers.SoftmaxTokenChoiceRouter,
             num_experts,
             num_selected_experts=k,
@@ -89,12 +79,12 @@ def _vmoe_model(model, placement=None, num_experts=None, k=None, published=None)
 
 def _vmoe_dense(model):
     """Return name and arguments of a dense model in V-MoE's set-up."""
-    arguments = vit(papers.VMOE_SIZES, model)
+    arguments = row.vit(papers.VMOE_SIZES, model)
     if model == "15B/14":
         arguments["pooling"] = "map"
     else:
         arguments["representation_dim"] = arguments["hidden_dim"]
-    return preset_name("vmoe_dense", papers.VMOE_SIZES, model), arguments
+    return row.preset_name("vmoe_dense", papers.VMOE_SIZES, model), arguments
 
 
 # === Soft MoE and its baselines ===
@@ -103,8 +93,8 @@ def _vmoe_dense(model):
 def _soft_moe():
     for model, rows in papers.SOFT.items():
         twin, dense = _soft_dense(model)
-        for num_experts, parameters, gflop, row in rows:
-            tables = (parameters and "table 9", row and f"table 10, row {row}")
+        for num_experts, parameters, gflop, number in rows:
+            tables = (parameters and "table 9", number and f"table 10, row {number}")
             tables = "; ".join(filter(None, tables))
             published = {"row": tables} if tables else None
             if parameters:
@@ -119,14 +109,14 @@ def _soft_moe():
             }
             if not num_experts:
                 title = f"ViT-{model} of Soft MoE"
-                yield Row(twin, title, "", arguments=dense, **rest)
+                yield row.Row(twin, title, "", arguments=dense, **rest)
                 continue
-            yield Row(
-                preset_name("soft_moe", papers.SIZES, model, f"{num_experts}e"),
+            yield row.Row(
+                row.preset_name("soft_moe", papers.SIZES, model, f"{num_experts}e"),
                 f"Soft MoE {model}",
                 f"{num_experts} experts with one slot in the second half",
-                arguments=dense | experts(_second_half(dense)),
-                router=template(routers.SoftRouter, num_experts),
+                arguments=dense | row.experts(_second_half(dense)),
+                router=row.template(routers.SoftRouter, num_experts),
                 twin=twin,
                 **rest,
             )
@@ -135,19 +125,19 @@ def _soft_moe():
 def _soft_moe_baselines():
     for (model, num_experts), rows in papers.EXPERT_CHOICE.items():
         settings = [
-            {"row": row, "group_images": images, "capacity_factor": factor}
-            for row, (images, factor) in rows.items()
+            {"row": number, "group_images": images, "capacity_factor": factor}
+            for number, (images, factor) in rows.items()
         ]
-        router = functools.partial(template, routers.SoftmaxExpertChoiceRouter)
+        router = functools.partial(row.template, routers.SoftmaxExpertChoiceRouter)
         yield _baseline("expert_choice", model, num_experts, router, settings)
     for (model, num_experts), rows in papers.TOKEN_CHOICE.items():
         names = ("row", "group_images", "num_selected_experts", "capacity_factor")
         settings = [
-            dict(zip(names, (row, 8, k, factor), strict=True))
-            for row, (k, factor) in rows.items()
+            dict(zip(names, (number, 8, k, factor), strict=True))
+            for number, (k, factor) in rows.items()
         ]
         router = functools.partial(
-            template, routers.SoftmaxTokenChoiceRouter, priority="max"
+            row.template, routers.SoftmaxTokenChoiceRouter, priority="max"
         )
         yield _baseline("token_choice", model, num_experts, router, settings)
 
@@ -155,13 +145,13 @@ def _soft_moe_baselines():
 def _baseline(family, model, num_experts, router, settings):
     twin, dense = _soft_dense(model)
     first = settings[0]
-    rows = ", ".join(str(row) for row in sorted(s["row"] for s in settings))
-    return Row(
-        preset_name(family, papers.SIZES, model, f"{num_experts}e"),
+    rows = ", ".join(str(number) for number in sorted(s["row"] for s in settings))
+    return row.Row(
+        row.preset_name(family, papers.SIZES, model, f"{num_experts}e"),
         f"{family.replace('_', ' ').capitalize()} {model} of Soft MoE",
         f"{num_experts} experts in the second half",
         "Soft MoE, section 3.3 and table 10",
-        dense | experts(_second_half(dense), first["group_images"]),
+        dense | row.experts(_second_half(dense), first["group_images"]),
         router(num_experts, capacity_factor=first["capacity_factor"]),
         twin,
         {"row": f"table 10, row{'s' * (len(settings) > 1)} {rows}"},
@@ -170,12 +160,12 @@ def _baseline(family, model, num_experts, router, settings):
 
 
 def _second_half(dense):
-    return moe_blocks(dense["num_layers"], last=dense["num_layers"] // 2)
+    return row.moe_blocks(dense["num_layers"], last=dense["num_layers"] // 2)
 
 
 def _soft_dense(model):
     """Return name and arguments of a dense model in Soft MoE's set-up."""
-    return preset_name("vit", papers.SIZES, model), vit(papers.SIZES, model) | {
+    return row.preset_name("vit", papers.SIZES, model), row.vit(papers.SIZES, model) | {
         "pooling": "gap",
         "position_embedding": "sincos2d",
         "use_qk_norm": True,
@@ -203,27 +193,27 @@ def _router_study():
     sparse += [(*item, capacities) for item in _STUDY_EXPERT_CHOICE.items()]
     for model in papers.STUDY:
         for family, router, settings in sparse:
-            router = template(router, 32, capacity_factor=1.0)
+            router = row.template(router, 32, capacity_factor=1.0)
             yield _study(family, model, router, settings=settings, group_images=8)
-        num_tokens = (IMAGE_SIZE // int(model.split("/")[1])) ** 2 + 1
+        num_tokens = (row.IMAGE_SIZE // int(model.split("/")[1])) ** 2 + 1
         for factor in (1.0, 2.0):
             slots = ops.expert_capacity(num_tokens, 32, factor)
-            router = template(routers.SoftRouter, 32, slots_per_expert=slots)
+            router = row.template(routers.SoftRouter, 32, slots_per_expert=slots)
             yield _study("soft_moe", model, router, slots)
 
 
 def _study(family, model, router, slots=None, settings=None, group_images=1):
     twin, dense = _vmoe_dense(model)
-    layers = moe_blocks(dense["num_layers"], every=2)
+    layers = row.moe_blocks(dense["num_layers"], every=2)
     marks = ("every2", "32e", f"{slots}s" if slots else "")
     with_slots = f" with {slots} slots" if slots else ""
-    return Row(
-        preset_name(family, papers.VMOE_SIZES, model, *marks),
+    return row.Row(
+        row.preset_name(family, papers.VMOE_SIZES, model, *marks),
         f"{family.replace('_', ' ').capitalize()} {model} of the router study",
         f"32 experts{with_slots} in every second block",
         "Router study, section 3.1",
         # The experts of a block start equal, as in V-MoE.
-        dense | experts(layers, group_images) | {"equal_experts": True},
+        dense | row.experts(layers, group_images) | {"equal_experts": True},
         router,
         twin,
         settings=settings,
@@ -261,10 +251,10 @@ def _limoe():
     """Yield the dense twin and the LIMoE of each size."""
     for model, (of_dense, of_limoe, soft_minimum) in papers.LIMOE.items():
         is_h14 = model == "H/14"
-        image_size = _H14_IMAGE_SIZE if is_h14 else IMAGE_SIZE
-        name = functools.partial(preset_name, image_size=image_size)
+        image_size = _H14_IMAGE_SIZE if is_h14 else row.IMAGE_SIZE
+        name = functools.partial(row.preset_name, image_size=image_size)
         dense = {
-            **vit(papers.VMOE_SIZES, model, image_size),
+            **row.vit(papers.VMOE_SIZES, model, image_size),
             **_TEXT,
             "embedding_dim": _H14_EMBEDDING_DIM if is_h14 else _EMBEDDING_DIM,
         }
@@ -275,7 +265,7 @@ def _limoe():
         }
         twin = name("limoe_dense", papers.VMOE_SIZES, model)
         title = f"Dense one-tower model {model} of LIMoE"
-        yield Row(
+        yield row.Row(
             twin,
             title if of_dense else f"Dense twin of LIMoE-{model}",
             "",
@@ -283,16 +273,16 @@ def _limoe():
             published=of_dense and _limoe_results(f"Dense {model}", of_dense),
             **rest,
         )
-        layers, where = placed(dense["num_layers"], "every2")
+        layers, where = row.placed(dense["num_layers"], "every2")
         if is_h14:
             layers = tuple(block - 1 for block in papers.LIMOE_H14_BLOCKS)
             where = f"{len(layers)} blocks"
         text_experts, image_experts = soft_minimum
-        yield Row(
+        yield row.Row(
             name("limoe", papers.VMOE_SIZES, model, f"{_LIMOE_EXPERTS}e"),
             f"LIMoE-{model}",
             f"{_LIMOE_EXPERTS} experts in {where}",
-            arguments=dense | experts(layers, _GROUP_PAIRS),
+            arguments=dense | row.experts(layers, _GROUP_PAIRS),
             router=functools.partial(_limoe_router, text_experts, image_experts),
             twin=twin,
             published=_limoe_results(f"LIMoE {model}", of_limoe)
@@ -308,7 +298,7 @@ def _limoe_router(text_experts, image_experts):
     return routers.LIMoERouter(_LIMOE_EXPERTS, losses=losses, name="router")
 
 
-def _limoe_results(row, results):
+def _limoe_results(title, results):
     names = ("imagenet_zero_shot", "imagenet_10_shot")
     names += ("coco_text_to_image", "coco_image_to_text")
-    return {"row": f"table 4, {row}", **dict(zip(names, results, strict=True))}
+    return {"row": f"table 4, {title}", **dict(zip(names, results, strict=True))}

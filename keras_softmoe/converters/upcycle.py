@@ -140,9 +140,7 @@ def _check(backbone, router, start, images, noise_std, energy, confidence, seed)
             "Only a model of images alone can start from them. Received: "
             f"start={start!r} for a `{type(backbone).__name__}`."
         )
-    checks.check_numbers(over=0, energy=energy)
-    if energy > 1:
-        raise ValueError(f"`energy` must be at most 1. Received: energy={energy!r}.")
+    checks.check_numbers(over=0, most=1, energy=energy)
     for template in router if isinstance(router, list | tuple) else [router]:
         upcycling_starts.check_start(start, template, images, confidence)
 

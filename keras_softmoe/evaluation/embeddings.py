@@ -146,11 +146,7 @@ def check_embeddings(name, embeddings):
             f"{name} with shape={array.shape}, dtype={array.dtype}. They come from "
             "`model.encode_image` and `model.encode_text`."
         )
-    row = checks.first_not_finite(array)
-    if row is not None:
-        raise ValueError(
-            f"`{name}` must be finite. Received: NaN or infinity, first in row {row}."
-        )
+    checks.check_finite(f"`{name}`", array)
     return array
 
 

@@ -5,7 +5,6 @@ without looking at the test images.
 """
 
 import math
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -132,8 +131,7 @@ def few_shot_probe(
     seeds = _integers("seeds", seeds, minimum=0)
     grid = ridge.L2_GRID
     if not isinstance(l2, str) or l2 not in ("train", "test"):
-        number = isinstance(l2, numbers.Real) and not isinstance(l2, bool)
-        if not number or not 0 < l2 < math.inf:
+        if not checks.is_number(l2) or l2 <= 0:
             raise ValueError(
                 "`l2` must be 'train', 'test' or a positive number. Received: "
                 f"l2={l2!r}."
@@ -156,14 +154,14 @@ def few_shot_probe(
                 f"images of dtype={x.dtype}, preprocessor=None. If the model scales "
                 "images, pass `x.astype('float32')`."
             )
-        _check_finite(name, x)
+        checks.check_finite(f"The x of `{name}`", x)
 
     count = len(x_train) + len(x_test)
     bar = keras.utils.Progbar(count, verbose=verbose, unit_name="image")
     f_train = _features(model, preprocessor, x_train, batch_size, bar)
     f_test = _features(model, preprocessor, x_test, batch_size, bar)
-    _check_finite("train", f_train, part="features")
-    _check_finite("test", f_test, part="features")
+    checks.check_finite("The features of `train`", f_train)
+    checks.check_finite("The features of `test`", f_test)
 
     results = []
     for count in shots:
@@ -321,13 +319,4 @@ def _check_shape(expected, batch):
             f"The model takes images of shape {expected}. Received: batches of shape "
             f"{tuple(found)}. `preprocessor=ksm.models.ViTMoEImageConverter("
             f"{expected[1:3]})` resizes images."
-        )
-
-
-def _check_finite(name, x, part="x"):
-    row = checks.first_not_finite(x)
-    if row is not None:
-        raise ValueError(
-            f"The {part} of `{name}` must be finite. "
-            f"Received: NaN or infinity, first in row {row}."
         )

@@ -45,9 +45,10 @@ def best_l2(accuracies, l2=L2_GRID):
 class RidgeProbe:
     """A ridge classifier, solved for every penalty at once. See `ridge_probe`.
 
-    The weights at penalty `l2` are `basis / (eigenvalues + l2) @ targets`, with `mean`
-    and `std` `(D,)`, `basis` `(D + 1, R)`, `eigenvalues` `(R,)` and `targets` `(R,
-    num_classes)` in float64.
+    The `(D + 1, num_classes)` weights at penalty `l2`, of which the last row is the
+    bias, are `basis / (eigenvalues + l2) @ targets`, with `mean` and `std` `(D,)`,
+    `basis` `(D + 1, R)`, `eigenvalues` `(R,)` and `targets` `(R, num_classes)` in
+    float64.
     """
 
     mean: np.ndarray
@@ -55,14 +56,6 @@ class RidgeProbe:
     basis: np.ndarray
     eigenvalues: np.ndarray
     targets: np.ndarray
-
-    def weights(self, l2):
-        """Return the `(D + 1, num_classes)` weights; the last row is the bias."""
-        return self.basis / (self.eigenvalues + l2) @ self.targets
-
-    def scores(self, features, l2):
-        """Return the `(N, num_classes)` scores of `features` `(N, D)`."""
-        return _standardise(features, self.mean, self.std) @ self.weights(l2)
 
     def accuracy(self, features, labels, l2):
         """Return the top-1 accuracy for each penalty in `l2`, `(len(l2),)` float64."""

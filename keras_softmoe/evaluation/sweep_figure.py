@@ -3,6 +3,7 @@
 import numpy as np
 
 from keras_softmoe import drawing
+from keras_softmoe.checks import is_number
 
 COST = "gflop_per_image"
 # Settings that save compute: drawn falling, and on a scale of ratios.
@@ -59,7 +60,7 @@ def _draw_lines(ax, sweep, x, y, by, limits):
     """Draw scores against a setting; return handles for the legend."""
     lines, fixed = _lines(sweep.rows, x, y, by)
     values = list(dict.fromkeys(value for line in lines.values() for value in line))
-    numeric = all(drawing.is_number(value) for value in values)
+    numeric = all(is_number(value) for value in values)
     values = sorted(values) if numeric else values
     places = values if numeric else range(len(values))
     where = dict(zip(values, places, strict=True))
@@ -186,4 +187,4 @@ def _value_name(setting, value):
         return drawing.PRIORITY_NAMES.get(value, value)
     if setting == "layers":
         return ", ".join(map(str, value))
-    return f"{value:g}" if drawing.is_number(value) else str(value)
+    return f"{value:g}" if is_number(value) else str(value)

@@ -52,6 +52,11 @@ class EncoderBlock(Layer):
         (2, 16, 32)
     """
 
+    config_arguments = (
+        *("num_heads", "mlp", "use_qk_norm", "dropout_rate", "layer_norm_epsilon"),
+        "layer_scale",
+    )
+
     def __init__(
         self,
         num_heads: int,
@@ -163,15 +168,7 @@ class EncoderBlock(Layer):
         mlp = keras.saving.serialize_keras_object(self.moe or self.mlp)
         # It is built with the block.
         mlp.pop("build_config", None)
-        return {
-            **super().get_config(),
-            "num_heads": self.num_heads,
-            "mlp": mlp,
-            "use_qk_norm": self.use_qk_norm,
-            "dropout_rate": self.dropout_rate,
-            "layer_norm_epsilon": self.layer_norm_epsilon,
-            "layer_scale": self.layer_scale,
-        }
+        return {**super().get_config(), "mlp": mlp}
 
     @classmethod
     def from_config(cls, config):

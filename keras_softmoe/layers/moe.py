@@ -5,15 +5,7 @@ import math
 import keras
 from keras import ops
 
-from keras_softmoe.checks import (
-    at_most,
-    check_bools,
-    check_choice,
-    check_numbers,
-    check_whole_numbers,
-    is_whole_number,
-    received,
-)
+from keras_softmoe import checks
 from keras_softmoe.keras_adapter.layers import Layer
 from keras_softmoe.layers import groups
 from keras_softmoe.layers.experts import Experts
@@ -90,6 +82,12 @@ class MoE(Layer):
     # Whether the router decides for images, as in `ImageMoE`
     routes_images = False
 
+    config_arguments = (
+        *("router", "mlp_dim", "expert", "activation", "group_images", "dispatcher"),
+        *("equal_experts", "expert_dropout_rate", "remat_experts", "dispatch_dtype"),
+        *("gated", "shared_mlp_dim"),
+    )
+
     def __init__(
         self,
         router: Router,
@@ -110,7 +108,7 @@ class MoE(Layer):
         if not isinstance(router, Router):
             raise ValueError(
                 "`router` must be a router from `keras_softmoe.routers`. "
-                + received(router=router)
+                + checks.received(router=router)
             )
         _check_experts(
             mlp_dim,
@@ -305,21 +303,7 @@ class MoE(Layer):
         # It is built for the group size of the configuration, which may differ now.
         router.pop("build_config", None)
         expert = None if self.expert is None else serialized_template(self.expert)
-        return {
-            **super().get_config(),
-            "router": router,
-            "mlp_dim": self.mlp_dim,
-            "expert": expert,
-            "activation": self.activation,
-            "group_images": self.group_images,
-            "dispatcher": self.dispatcher,
-            "equal_experts": self.equal_experts,
-            "expert_dropout_rate": self.expert_dropout_rate,
-            "remat_experts": self.remat_experts,
-            "dispatch_dtype": self.dispatch_dtype,
-            "gated": self.gated,
-            "shared_mlp_dim": self.shared_mlp_dim,
-        }
+        return {**super().get_config(), "router": router, "expert": expert}
 
     @staticmethod
     def check_settings(
@@ -333,16 +317,16 @@ class MoE(Layer):
     ) -> None:
         """Raise unless settings of all mixtures of a model are accepted."""
         _check_group_count(group_images)
-        check_choice("dispatcher", dispatcher, DISPATCHERS)
-        check_bools(equal_experts=equal_experts, remat_experts=remat_experts)
-        check_numbers(least=0, under=1, expert_dropout_rate=expert_dropout_rate)
-        check_choice("dispatch_dtype", dispatch_dtype, (None, "bfloat16"))
-        is_size = is_whole_number(shared_mlp_dim, 1, "mlp_dim")
+        checks.check_choice("dispatcher", dispatcher, DISPATCHERS)
+        checks.check_bools(equal_experts=equal_experts, remat_experts=remat_experts)
+        checks.check_numbers(least=0, under=1, expert_dropout_rate=expert_dropout_rate)
+        checks.check_choice("dispatch_dtype", dispatch_dtype, (None, "bfloat16"))
+        is_size = checks.is_whole_number(shared_mlp_dim, 1, "mlp_dim")
         if shared_mlp_dim is not None and not is_size:
             raise ValueError(
-                f"`shared_mlp_dim` must be a positive integer{at_most('mlp_dim')}, or "
-                "`None` for no shared expert. "
-                + received(shared_mlp_dim=shared_mlp_dim)
+                "`shared_mlp_dim` must be a positive integer"
+                f"{checks.at_most('mlp_dim')}, or `None` for no shared expert. "
+                + checks.received(shared_mlp_dim=shared_mlp_dim)
             )
 
     @classmethod
@@ -353,12 +337,12 @@ class MoE(Layer):
 
 
 def _check_group_count(group_images):
-    is_count = is_whole_number(group_images, 1, "group_images")
+    is_count = checks.is_whole_number(group_images, 1, "group_images")
     if not (is_count or group_images is None):
         raise ValueError(
             "A group consists of at least one image: `group_images` must be a positive "
-            f"integer{at_most('group_images')}, or `None` for the whole batch. "
-            + received(group_images=group_images)
+            f"integer{checks.at_most('group_images')}, or `None` for the whole batch. "
+            + checks.received(group_images=group_images)
         )
 
 
@@ -367,16 +351,16 @@ def _check_experts(mlp_dim, expert, activation, gated, shared_mlp_dim, **of_mlps
 
     `of_mlps` are settings of experts that are MLPs.
     """
-    check_bools(gated=gated)
+    checks.check_bools(gated=gated)
     if (mlp_dim is None) == (expert is None):
         given = {} if expert is None else {"expert": expert}
         raise ValueError(
             "Either `mlp_dim` must be the hidden width of experts that are MLPs, or "
             "`expert` a layer that they copy. Pass one of the two. "
-            + received(mlp_dim=mlp_dim, **given)
+            + checks.received(mlp_dim=mlp_dim, **given)
         )
     if expert is None:
-        check_whole_numbers(1, mlp_dim=mlp_dim)
+        checks.check_whole_numbers(1, mlp_dim=mlp_dim)
         return
     check_template(expert)
     if shared_mlp_dim is None:
@@ -387,5 +371,5 @@ def _check_experts(mlp_dim, expert, activation, gated, shared_mlp_dim, **of_mlps
     if given:
         raise ValueError(
             "These are settings of experts that are MLPs, not of an `expert`. "
-            + received(**given)
+            + checks.received(**given)
         )

@@ -184,12 +184,8 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
             images = x.get("images")
             if isinstance(x.get("token_ids"), np.ndarray):
                 arguments.check_vocabulary(x["token_ids"], self.backbone)
-        arguments.check_images(
-            images,
-            self.backbone.image_shape,
-            any_size=getattr(self.preprocessor, "image_size", None) is not None,
-            grey=True,
-        )
+        is_resized = getattr(self.preprocessor, "image_size", None) is not None
+        arguments.check_images(images, self.backbone.image_shape, is_resized, grey=True)
 
     def check_labels(self, y):
         """Raise unless token ids are of the vocabulary. Captions are checked later."""

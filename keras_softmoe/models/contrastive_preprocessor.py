@@ -50,6 +50,9 @@ class LIMoETokenizer(keras_hub.tokenizers.SentencePieceTokenizer):
 class ContrastivePreprocessor(keras_hub.models.Preprocessor):
     """Base class of preprocessors of pairs, with arguments as `LIMoEPreprocessor`."""
 
+    tokenizer_cls = LIMoETokenizer
+    image_converter_cls = image_preprocessor.ViTMoEImageConverter
+
     def __init__(
         self,
         tokenizer,
@@ -170,8 +173,6 @@ class LIMoEPreprocessor(ContrastivePreprocessor):
     """
 
     backbone_cls = LIMoEBackbone
-    tokenizer_cls = LIMoETokenizer
-    image_converter_cls = image_preprocessor.ViTMoEImageConverter
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -190,8 +191,6 @@ class TwoTowerPreprocessor(ContrastivePreprocessor):
     """
 
     backbone_cls = TwoTowerBackbone
-    tokenizer_cls = LIMoETokenizer
-    image_converter_cls = image_preprocessor.ViTMoEImageConverter
 
 
 def no_weights(name, value):

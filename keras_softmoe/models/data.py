@@ -169,14 +169,6 @@ def is_empty(x):
     return tuple(getattr(x, "shape", ()))[:1] == (0,)
 
 
-def no_outputs(model):
-    """Return the outputs of a model for an empty batch, as `predict` does."""
-    empty = keras.tree.map_structure(
-        lambda x: keras.ops.zeros((0, *x.shape[1:]), x.dtype), model.output
-    )
-    return keras.tree.map_structure(keras.ops.convert_to_numpy, empty)
-
-
 # === Checks ===
 
 

@@ -24,13 +24,9 @@ from keras import ops
 from numpy.typing import ArrayLike
 
 from keras_softmoe.checks import check_numbers
+from keras_softmoe.keras_adapter import runs
 from keras_softmoe.keras_adapter.data import BatchesOf, number_of
 from keras_softmoe.keras_adapter.layers import states_of_draws
-from keras_softmoe.keras_adapter.runs import (
-    batches_of_length,
-    kept_weights,
-    without_gradients,
-)
 from keras_softmoe.models import data
 from keras_softmoe.routers import record
 
@@ -156,7 +152,10 @@ def predict(self, x: Any, batch_size: int | None = None, **kwargs):  # noqa: D41
         dict of arrays, see its class.
     """
     if data.is_empty(x):
-        return data.no_outputs(self)
+        return keras.tree.map_structure(
+            lambda y: ops.convert_to_numpy(ops.zeros((0, *y.shape[1:]), y.dtype)),
+            self.output,
+        )
     x = data.prepare(self, x, batch_size=batch_size)
     with _run(self, None, trains=False):
         return keras.Model.predict(self, x, **kwargs)
@@ -332,7 +331,7 @@ def balance(model, inputs):
     draws = [(s, np.array(ops.convert_to_numpy(s))) for s in states_of_draws(model)]
     names = {id(router): block for block, router in model.routers.items()}
     try:
-        with without_gradients(), record(lambda r: names.get(id(r))) as decisions:
+        with runs.without_gradients(), record(lambda r: names.get(id(r))) as decisions:
             model(
                 keras.tree.map_structure(ops.convert_to_tensor, inputs), training=False
             )
@@ -373,7 +372,7 @@ def _run(model, batches, trains):
         return
     if keras.backend.backend() == "tensorflow":
         counted = batches is not None
-        with batches_of_length(number_of(batches) if counted else 0):
+        with runs.batches_of_length(number_of(batches) if counted else 0):
             yield
         return
     with _making:
@@ -391,7 +390,7 @@ def _run(model, batches, trains):
     trained = run.trains
     run.trains = trains or trained
     try:
-        with kept_weights(model, trains):
+        with runs.kept_weights(model, trains):
             yield
     finally:
         run.trains = trained

@@ -187,12 +187,8 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
     def check_input(self, x: Any) -> None:
         """Raise unless images, or their `tf.TensorSpec`, can be preprocessed."""
         if self.preprocessor is None or hasattr(self.preprocessor, "image_converter"):
-            check_images(
-                x,
-                self.backbone.image_shape,
-                any_size=getattr(self.preprocessor, "image_size", None) is not None,
-                grey=True,
-            )
+            is_resized = getattr(self.preprocessor, "image_size", None) is not None
+            check_images(x, self.backbone.image_shape, is_resized, grey=True)
 
     def check_labels(self, y: Any) -> None:
         """Raise unless labels are classes of the model, or finite for other losses."""

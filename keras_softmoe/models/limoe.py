@@ -127,13 +127,8 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
         token_ids = keras.Input((sequence_length,), dtype="int32", name="token_ids")
         outputs = encode({"image": images, "text": token_ids})
         outputs |= layers.scale(outputs["image_embedding"])
-        super().__init__(
-            architecture,
-            inputs={"images": images, "token_ids": token_ids},
-            outputs=outputs,
-            name=name,
-            trainable=trainable,
-        )
+        inputs = {"images": images, "token_ids": token_ids}
+        super().__init__(architecture, inputs, outputs, name, trainable)
         self._encode = encode
 
     def route(

@@ -79,14 +79,17 @@ Raises:
 """
 
 
-def attach(cls, load=None):
+def _load(read, cls, directory, load_weights, arguments):
+    return read(cls, directory, load_weights=load_weights, **arguments)
+
+
+def attach(cls, load=_load):
     """Give a class of models `from_preset` and `save_to_preset`, and its subclasses.
 
     `load` is a callable `(read, cls, directory, load_weights, arguments)` that returns
     a model, where `read` is KerasHub's `from_preset`.
     """
     read, save = cls.from_preset.__func__, cls.save_to_preset
-    load = load or _load
 
     @functools.wraps(read)
     def from_preset(cls, preset, load_weights=True, **kwargs):
@@ -169,10 +172,6 @@ def attach_without_weights(cls):
 
     cls.from_preset = classmethod(from_preset)
     cls.save_to_preset = save_to_preset
-
-
-def _load(read, cls, directory, load_weights, arguments):
-    return read(cls, directory, load_weights=load_weights, **arguments)
 
 
 def load_classifier(read, cls, directory, load_weights, arguments):

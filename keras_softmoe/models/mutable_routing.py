@@ -10,11 +10,7 @@ import numpy as np
 
 from keras_softmoe.architecture import moe_layers_of
 from keras_softmoe.checks import is_whole_number, quote
-from keras_softmoe.keras_adapter.runs import (
-    map_predictions,
-    variables_of,
-    wrap_compilation,
-)
+from keras_softmoe.keras_adapter import runs
 from keras_softmoe.routers.recording import is_recording
 from keras_softmoe.sharding.constraints import check_placement
 from keras_softmoe.sharding.variables import gather_rows, is_sharded, num_processes
@@ -116,7 +112,7 @@ class MutableRouting:
 
 def recompile_on_change(cls):
     """Class decorator: check a model before each run, and recompile after changes."""
-    wrap_compilation(cls, _compile_if_changed)
+    runs.wrap_compilation(cls, _compile_if_changed)
     return cls
 
 
@@ -132,7 +128,7 @@ def _compile_if_changed(model, step):
         yield getattr(model._compiled_settings, step) != now
         setattr(model._compiled_settings, step, now)
     if step == "predict" and num_processes() > 1:
-        map_predictions(model, gather_rows)
+        runs.map_predictions(model, gather_rows)
 
 
 def _check_run(model, step):
@@ -183,7 +179,7 @@ def _check_optimizer(model):
         return
     # Keras would fail in the middle of a step, or go on training what was frozen.
     now = {id(v): v.path for v in model.trainable_variables}
-    before = {id(v): v.path for v in variables_of(optimizer)}
+    before = {id(v): v.path for v in runs.variables_of(optimizer)}
     changed = [
         path for i, path in (now | before).items() if (i in now) != (i in before)
     ]

@@ -80,13 +80,7 @@ class TextMoEBackbone(MoEBackbone):
 
         # === Functional Model ===
         token_ids = keras.Input((sequence_length,), dtype="int32", name="token_ids")
-        super().__init__(
-            architecture,
-            inputs=token_ids,
-            outputs=layers(token_ids),
-            name=name,
-            trainable=trainable,
-        )
+        super().__init__(architecture, token_ids, layers(token_ids), name, trainable)
 
     def check_inputs(self, x: Any) -> None:
         check_token_ids(x, self.sequence_length)

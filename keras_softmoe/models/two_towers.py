@@ -99,13 +99,8 @@ class TwoTowerBackbone(MoEBackbone, SingleModality):
         )
         outputs = encode({"image": images, "text": token_ids})
         outputs |= scale(outputs["image_embedding"])
-        super().__init__(
-            architecture,
-            inputs={"images": images, "token_ids": token_ids},
-            outputs=outputs,
-            name=name,
-            trainable=trainable,
-        )
+        inputs = {"images": images, "token_ids": token_ids}
+        super().__init__(architecture, inputs, outputs, name, trainable)
         self._encode = encode
         self.image_backbone = image_backbone
         self.text_backbone = text_backbone

@@ -116,13 +116,7 @@ class ViTMoEBackbone(MoEBackbone):
 
         # === Functional Model ===
         images = keras.Input(shape=architecture.image_shape, name="images")
-        super().__init__(
-            architecture,
-            inputs=images,
-            outputs=layers(images),
-            name=name,
-            trainable=trainable,
-        )
+        super().__init__(architecture, images, layers(images), name, trainable)
 
     def route(self, images: Tensor) -> dict:
         """Return the decisions of the routers for a batch of images.

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from keras import ops
 
-from keras_softmoe.checks import check_choice
+from keras_softmoe.checks import check_choice, is_number
 from keras_softmoe.ops.kernels import as_tensor, float32_at_least, reshape, take_rows
 from keras_softmoe.ops.numbers import (
     INDEX,
@@ -288,10 +288,10 @@ def _check_capacity(capacity):
 
 def check_keep_fraction(keep_fraction):
     """Raise unless `0 < keep_fraction <= 1`."""
-    if not 0.0 < keep_fraction <= 1.0:
+    if not is_number(keep_fraction) or not 0.0 < keep_fraction <= 1.0:
         raise ValueError(
             "`keep_fraction` must be over 0 and at most 1. Received: "
-            f"keep_fraction={keep_fraction}. 1 keeps all tokens."
+            f"keep_fraction={keep_fraction!r}. 1 keeps all tokens."
         )
 
 

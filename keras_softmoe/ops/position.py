@@ -53,15 +53,10 @@ def resample_position_grid(grid, height, width, resampling="bilinear"):
     Source: V-MoE, section 4.4, after Dosovitskiy et al. 2021, section 3.2; for the
     cubic kernel, Keys 1981.
     """
-    grid = ops.convert_to_tensor(grid)
-    rows = _INTERPOLATIONS[resampling](grid.shape[0], height)
-    columns = _INTERPOLATIONS[resampling](grid.shape[1], width)
-    return ops.einsum(
-        "hi,wj,ijd->hwd",
-        ops.cast(rows, grid.dtype),
-        ops.cast(columns, grid.dtype),
-        grid,
-    )
+    grid, weights = ops.convert_to_tensor(grid), _INTERPOLATIONS[resampling]
+    rows = ops.cast(weights(grid.shape[0], height), grid.dtype)
+    columns = ops.cast(weights(grid.shape[1], width), grid.dtype)
+    return ops.einsum("hi,wj,ijd->hwd", rows, columns, grid)
 
 
 def _linear(old, new):

@@ -8,6 +8,7 @@ and `S` is then the number of other tokens.
 import keras
 from keras import ops
 
+from keras_softmoe.checks import check_whole_numbers
 from keras_softmoe.ops.kernels import (
     as_tensor,
     compiled_on_jax,
@@ -59,7 +60,7 @@ def sinkhorn_plan(
         >>> bool(abs(plan.sum(axis=2) - 1).max() < 1e-5)  # the weights of each token
         True
     """
-    _check_num_iterations(num_iterations)
+    check_whole_numbers(1, num_iterations=num_iterations)
     logits, valid = float32_at_least(logits), as_tensor(valid)
     return _sinkhorn_plan(logits, num_iterations, valid)
 
@@ -151,7 +152,7 @@ def sparse_transport_plan(
         >>> bool(((plan > 0).sum(axis=1) <= 4).all())
         True
     """
-    _check_num_iterations(num_iterations)
+    check_whole_numbers(1, num_iterations=num_iterations)
     if capacity < 1:
         raise ValueError(
             f"`capacity` must be a positive integer. Received: capacity={capacity}."
@@ -299,11 +300,3 @@ def _project(points, mass, count, sharded, excess, start):
     room = k - ops.sum(ops.cast(above, "int32"), axis=-1, keepdims=True)
     kept = above | ((tied > 0) & (ops.cumsum(tied, axis=-1) <= room))
     return start + where(kept, ops.relu(points - threshold), 0.0)
-
-
-def _check_num_iterations(num_iterations):
-    if num_iterations < 1:
-        raise ValueError(
-            "`num_iterations` must be a positive integer. Received: "
-            f"num_iterations={num_iterations}."
-        )

@@ -4,12 +4,7 @@ from typing import ClassVar
 
 from keras import ops
 
-from keras_softmoe.checks import (
-    check_bools,
-    check_choice,
-    check_numbers,
-    check_whole_numbers,
-)
+from keras_softmoe import checks
 from keras_softmoe.ops.assignment import (
     PRIORITIES,
     assign_choices,
@@ -86,11 +81,10 @@ class TokenChoice:
     state: ClassVar[dict] = {}
 
     def __post_init__(self):
-        check_whole_numbers(1, num_selected_experts=self.num_selected_experts)
-        check_choice("priority", self.priority, self.priorities)
-        check_numbers(keep_fraction=self.keep_fraction)
+        checks.check_whole_numbers(1, num_selected_experts=self.num_selected_experts)
+        checks.check_choice("priority", self.priority, self.priorities)
         check_keep_fraction(self.keep_fraction)
-        check_bools(normalize_gates=self.normalize_gates)
+        checks.check_bools(normalize_gates=self.normalize_gates)
         object.__setattr__(self, "choices", self.num_selected_experts)
 
     def check(self, num_experts, capacity):
@@ -150,8 +144,10 @@ class Race(ExpertChoice):
     state: ClassVar[dict] = {"threshold": False, "num_thresholds": False}
 
     def __post_init__(self):
-        check_whole_numbers(1, num_selected_experts=self.num_selected_experts)
-        check_numbers(least=0, under=1, threshold_momentum=self.threshold_momentum)
+        checks.check_whole_numbers(1, num_selected_experts=self.num_selected_experts)
+        checks.check_numbers(
+            least=0, under=1, threshold_momentum=self.threshold_momentum
+        )
         object.__setattr__(self, "choices", self.num_selected_experts)
 
     def check(self, num_experts, capacity):

@@ -300,16 +300,9 @@ def _checked_threshold(threshold, soft_minimum):
             f"logarithm. {received(soft_minimum=soft_minimum, threshold=threshold)}"
         )
     if threshold is None:
-        if not 0 < soft_minimum < math.inf:
-            raise ValueError(
-                "`soft_minimum` is a number of experts: it must be positive and "
-                f"finite. {received(soft_minimum=soft_minimum)}"
-            )
+        check_numbers(over=0, soft_minimum=soft_minimum)
         threshold = math.log(soft_minimum)
-    if not math.isfinite(threshold):
-        raise ValueError(
-            f"`threshold` must be a finite number. {received(threshold=threshold)}"
-        )
+    check_numbers(threshold=threshold)
     return float(threshold)
 
 

@@ -7,14 +7,7 @@ import numpy as np
 from keras import ops
 from numpy.typing import ArrayLike
 
-from keras_softmoe.checks import (
-    check_bools,
-    check_choice,
-    check_numbers,
-    check_whole_numbers,
-    is_number,
-    received,
-)
+from keras_softmoe import checks
 from keras_softmoe.ops import DenseRouting
 from keras_softmoe.ops.kernels import matmul, reshape, softmax
 from keras_softmoe.ops.numbers import lowest, normal_like, where
@@ -90,23 +83,24 @@ class SoftRouter(Router):
         **kwargs,
     ):
         for argument, value in (("dispatch", dispatch), ("combine", combine)):
-            check_choice(argument, value, ("soft", "uniform"))
-        check_whole_numbers(1, slots_per_expert=slots_per_expert)
-        check_bools(normalize=normalize)
-        check_numbers(least=0, noise_std=noise_std)
+            checks.check_choice(argument, value, ("soft", "uniform"))
+        checks.check_whole_numbers(1, slots_per_expert=slots_per_expert)
+        checks.check_bools(normalize=normalize)
+        checks.check_numbers(least=0, noise_std=noise_std)
         if isinstance(initial_scale, str):
             is_accepted = initial_scale == _UNIT_VARIANCE
         else:
-            is_accepted = is_number(initial_scale) and initial_scale > 0
+            is_accepted = checks.is_number(initial_scale) and initial_scale > 0
         if not is_accepted:
             raise ValueError(
                 f"`initial_scale` must be a positive number, or '{_UNIT_VARIANCE}' for "
-                f"the square root of the width. {received(initial_scale=initial_scale)}"
+                "the square root of the width. "
+                + checks.received(initial_scale=initial_scale)
             )
         if not normalize and initial_scale != 1:
             raise ValueError(
                 "Logits that are not normalized have no scale. "
-                + received(initial_scale=initial_scale, normalize=normalize)
+                + checks.received(initial_scale=initial_scale, normalize=normalize)
             )
         super().__init__(num_experts, **kwargs)
         self.slots_per_expert = slots_per_expert

@@ -173,12 +173,12 @@ class SparseRouter(Router, PolicySettings):
             probabilities = self.modalities.kept(unpruned)
         # 4. Slots of each expert, C; fewer in groups with few real tokens, (G,)
         factor = self._capacity_factor(training, len(masks))
-        slots = self.capacity_policy.slots(
-            factor, group_tokens, self.assignment.choices, self.num_experts
-        )
-        limit = None
+        sizes = factor, group_tokens, self.assignment.choices, self.num_experts
+        slots, limit = self.capacity_policy.slots(*sizes), None
         if num_tokens is not None and factor is not None:
-            limit = self._limit(num_tokens, group_tokens, factor)
+            # A table, as the numbers may be known only when a compiled function runs
+            table = slots_by_length(self.capacity_policy, *sizes)
+            limit = take_rows(table.on(num_tokens), num_tokens)
         # 5. Choice: by scores that may be the probabilities or a balanced plan of them
         scores = self.scores.selection(noisy_logits, probabilities, slots, valid, limit)
         selection, chosen = self._choose(scores, valid, training, sharded)
@@ -309,14 +309,6 @@ class SparseRouter(Router, PolicySettings):
         if training or policy.eval_capacity_factor is None:
             return policy.capacity_factor
         return policy.eval_capacity_factor
-
-    def _limit(self, num_tokens, largest, factor):
-        """Return the slots of an expert in each group, `(G,)` int."""
-        # A table, as the numbers may be known only when a compiled function runs
-        choices, num_experts = self.choices_per_token, self.num_experts
-        policy = self.capacity_policy
-        table = slots_by_length(policy, factor, largest, choices, num_experts)
-        return take_rows(table.on(num_tokens), num_tokens)
 
     # === Losses ===
 

@@ -236,12 +236,8 @@ class Adafactor(ByVariable, keras.optimizers.Optimizer):
     """
 
     settings = (
-        "beta_1",
-        "beta_2_decay",
-        "max_beta_2",
-        "epsilon",
-        "min_dim_size_to_factor",
-        "momentum_dtype",
+        *("beta_1", "beta_2_decay", "max_beta_2", "epsilon"),
+        *("min_dim_size_to_factor", "momentum_dtype"),
     )
 
     def __init__(

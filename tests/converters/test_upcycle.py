@@ -381,7 +381,7 @@ def test_routers_without_weights(dense, router, message):
         ({"start": "copies"}, "Copies need no images"),
         ({"start": "positions"}, "a `SoftmaxTokenChoiceRouter`"),
         ({"energy": 0}, "`energy`.*over 0"),
-        ({"energy": 1.5}, "`energy` must be at most 1"),
+        ({"energy": 1.5}, "`energy` must be .* over 0 and at most 1"),
         ({"confidence": 1.0}, "`confidence`.*under 1"),
         ({"confidence": 0.25}, "`confidence`.*over 0.25"),
         ({"noise_std": -1}, "`noise_std`.*at least 0"),

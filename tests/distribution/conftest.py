@@ -32,25 +32,13 @@ def start(program, *arguments, flags=""):
 
 # Compiling for eight devices is long: these in every suite, the others in the long one.
 EVERYDAY = (
-    "training",
-    "states",
-    "expert_bytes",
-    "presets",
-    "own_model",
-    "outside",
-    "accepted",
-    "refused",
-    "split_groups",
-)
+    "training states expert_bytes presets own_model outside accepted refused "
+    "split_groups"
+).split()
 LONG = (
-    "compiled_steps",
-    "pairs",
-    "adafactor",
-    "adapters",
-    "dense_part",
-    "experts_of_any_layer",
-    "built_by_data",
-)
+    "compiled_steps pairs adafactor adapters dense_part experts_of_any_layer "
+    "built_by_data"
+).split()
 
 FOUND = pytest.StashKey()
 

@@ -6,16 +6,9 @@ import pytest
 
 from keras_softmoe import layers, routers
 from keras_softmoe.layers.attention import Attention
-from tests.support import twins
+from tests.support import layer_checks, twins
 from tests.support.close import assert_near
 from tests.support.gradients import recorded
-from tests.support.layer_checks import (
-    check_configuration,
-    dtype_of,
-    encoder_block,
-    normal,
-    randomize,
-)
 from tests.support.references import to_numpy
 
 
@@ -47,9 +40,9 @@ def norm(layer, x):
 
 def with_attention(layer):
     """Random inputs of a block with random weights, and they plus their attention."""
-    inputs = normal((2, 5, 8))
+    inputs = layer_checks.normal((2, 5, 8))
     layer.build(inputs.shape)
-    randomize(layer)
+    layer_checks.randomize(layer)
     tokens = norm(layer.attention_norm, inputs)
     return inputs, inputs + attend(layer.attention, tokens, tokens)
 
@@ -65,13 +58,13 @@ def mlp(layer, x):
 @pytest.mark.parametrize("use_qk_norm", [False, True])
 def test_attention(use_qk_norm):
     layer = Attention(2, use_qk_norm=use_qk_norm)
-    queries, tokens = normal((2, 3, 8)), normal((2, 5, 8), 1)
+    queries, tokens = layer_checks.normal((2, 3, 8)), layer_checks.normal((2, 5, 8), 1)
     layer.build(queries.shape, tokens.shape)
     # Scales shared by the heads, and no offsets
     assert len(layer.trainable_weights) == 8 + 2 * use_qk_norm
-    randomize(layer)
+    layer_checks.randomize(layer)
     outputs = layer(queries, tokens)
-    assert dtype_of(outputs) == "float32"
+    assert layer_checks.dtype_of(outputs) == "float32"
     expected = attend(layer, queries, tokens)
     assert_near(to_numpy(outputs), expected, rtol=1e-4, atol=1e-5)
 
@@ -91,9 +84,9 @@ def test_attention_initialization():
 @pytest.mark.parametrize("use_qk_norm", [False, True])
 def test_attention_pooling(use_qk_norm):
     layer = layers.AttentionPooling(2, 6, use_qk_norm=use_qk_norm)
-    tokens = normal((3, 5, 8))
+    tokens = layer_checks.normal((3, 5, 8))
     layer.build(tokens.shape)
-    randomize(layer)
+    layer_checks.randomize(layer)
     probe = np.repeat(to_numpy(layer.probe), 3, axis=0)
     y = attend(layer.attention, probe, tokens)[:, 0]
     expected = y + mlp(layer.mlp, norm(layer.mlp_norm, y))
@@ -102,7 +95,7 @@ def test_attention_pooling(use_qk_norm):
 
 @pytest.mark.parametrize("use_qk_norm", [False, True])
 def test_dense_encoder_block(use_qk_norm):
-    layer = encoder_block(2, 6, use_qk_norm=use_qk_norm)
+    layer = layer_checks.encoder_block(2, 6, use_qk_norm=use_qk_norm)
     inputs, x = with_attention(layer)
     expected = x + mlp(layer.mlp, norm(layer.mlp_norm, x))
     with routers.record() as decisions:
@@ -112,7 +105,7 @@ def test_dense_encoder_block(use_qk_norm):
 
 
 def test_moe_encoder_block():
-    layer = encoder_block(2, 6, routers.SoftRouter(3))
+    layer = layer_checks.encoder_block(2, 6, routers.SoftRouter(3))
     inputs, x = with_attention(layer)
     expected = x + to_numpy(layer.moe(norm(layer.mlp_norm, x).astype("float32")))
     outputs, decision = recorded(layer, inputs)
@@ -123,8 +116,8 @@ def test_moe_encoder_block():
 
 
 def test_configuration():
-    check_configuration(
-        lambda: encoder_block(
+    layer_checks.check_configuration(
+        lambda: layer_checks.encoder_block(
             2,
             5,
             routers.IdentityRouter(3),
@@ -139,8 +132,8 @@ def test_configuration():
 
 
 def test_dropout_only_in_training():
-    layer = encoder_block(2, 6, dropout_rate=0.5)
-    inputs = normal((2, 5, 8))
+    layer = layer_checks.encoder_block(2, 6, dropout_rate=0.5)
+    inputs = layer_checks.normal((2, 5, 8))
     first, second = (to_numpy(layer(inputs)) for _ in range(2))
     np.testing.assert_array_equal(first, second)
     first, second = (to_numpy(layer(inputs, training=True)) for _ in range(2))

@@ -8,17 +8,9 @@ from keras_softmoe import layers, ops, routers
 from keras_softmoe.layers import limoe_block
 from keras_softmoe.layers.limoe_block import LIMoEBlock
 from tests.layers.test_moe import expert_weights
-from tests.support import limoe_router_twin as twin, twins
+from tests.support import layer_checks, limoe_router_twin as twin, twins
 from tests.support.close import assert_near
 from tests.support.gradients import layer_gradients, recorded
-from tests.support.layer_checks import (
-    BATCH,
-    assert_trained,
-    encoder_block,
-    normal,
-    randomize,
-    revive,
-)
 from tests.support.references import assert_each_near, to_numpy
 
 WIDTH, NUM_EXPERTS, MLP_DIM = 8, 4, 6
@@ -37,10 +29,10 @@ LIMOE = routers.LIMoERouter(
 AMPLE = routers.LIMoERouter(NUM_EXPERTS, capacity_factor=NUM_EXPERTS, losses=LOSSES)
 
 
-def pairs(batch=BATCH):
+def pairs(batch=layer_checks.BATCH):
     """Three pairs: in groups of two, the last group is half padding."""
     return {
-        name: normal((batch, length, WIDTH), seed)
+        name: layer_checks.normal((batch, length, WIDTH), seed)
         for seed, (name, length) in enumerate(LENGTHS.items())
     }
 
@@ -48,14 +40,14 @@ def pairs(batch=BATCH):
 def build(make, *args, like, **kwargs):
     layer = make(*args, **kwargs)
     layer.build(keras.tree.map_structure(lambda x: (None, *x.shape[1:]), like))
-    randomize(layer)
+    layer_checks.randomize(layer)
     return layer
 
 
 def block(router, like, **kwargs):
     cls = LIMoEBlock if isinstance(like, dict) else layers.EncoderBlock
     known = {"cls": cls, "group_images": 2, **kwargs}
-    return build(encoder_block, 2, MLP_DIM, router, like=like, **known)
+    return build(layer_checks.encoder_block, 2, MLP_DIM, router, like=like, **known)
 
 
 def assert_close(actual, expected, tolerance=1e-5):
@@ -109,7 +101,9 @@ def test_layer_is_its_twin_and_padding_has_no_say():
     # Two groups of two pairs: four patches, two words, four patches, two words.
     names = (["image"] * 4 + ["text"] * 2) * 2
     tokens = np.zeros((4, 6, WIDTH))
-    tokens[:BATCH] = np.concatenate([inputs["image"], inputs["text"]], axis=1)
+    tokens[: layer_checks.BATCH] = np.concatenate(
+        [inputs["image"], inputs["text"]], axis=1
+    )
     tokens = tokens.reshape(2, 12, WIDTH)
     valid = np.ones((2, 12), bool)
     valid[1, 6:] = False
@@ -125,7 +119,7 @@ def test_layer_is_its_twin_and_padding_has_no_say():
     expected = twins.moe(
         tokens, *twins.to_dense(token, filled, gate, 12), expert_weights(layer)
     )
-    expected = expected.reshape(4, 6, WIDTH)[:BATCH]
+    expected = expected.reshape(4, 6, WIDTH)[: layer_checks.BATCH]
     assert_close(outputs, {"image": expected[:, :4], "text": expected[:, 4:]}, 5e-5)
 
     routed = twin.Routed(logits, logits, twin.members(names, 2, valid), 1, 0.25)
@@ -190,7 +184,7 @@ def test_configuration():
     inputs = pairs()
     layer = block(LIMOE, inputs)
     # Built again, with shapes that were lists in JSON.
-    revived = revive(layer)
+    revived = layer_checks.revive(layer)
     assert revived.get_config() == layer.get_config()
     revived.set_weights(layer.get_weights())
     assert_close(revived(inputs), layer(inputs), 0)
@@ -199,7 +193,7 @@ def test_configuration():
 def test_a_functional_model_of_blocks_trains():
     inputs = pairs()
     symbols = {name: keras.Input(x.shape[1:], name=name) for name, x in inputs.items()}
-    layer = encoder_block(
+    layer = layer_checks.encoder_block(
         2, MLP_DIM, LIMOE, group_images=2, dtype="mixed_bfloat16", cls=LIMoEBlock
     )
     outputs = layer(symbols)
@@ -207,12 +201,12 @@ def test_a_functional_model_of_blocks_trains():
         assert outputs[name].shape == (None, length, WIDTH)
         assert outputs[name].dtype == "bfloat16"
     model = keras.Model(symbols, outputs)
-    randomize(model)
+    layer_checks.randomize(model)
     before = model.get_weights()
     model.compile(keras.optimizers.SGD(1.0), {"image": "mse", "text": "mse"})
     targets = {name: np.zeros_like(x) for name, x in inputs.items()}
     assert np.isfinite(model.train_on_batch(inputs, targets)).all()
-    assert_trained(model, before)
+    layer_checks.assert_trained(model, before)
 
 
 # === Bad input ===
@@ -237,7 +231,7 @@ def test_names_are_needed():
 )
 def test_bad_shapes(shapes, message):
     with pytest.raises(ValueError, match=message):
-        encoder_block(2, MLP_DIM, LIMOE, cls=LIMoEBlock).build(shapes)
+        layer_checks.encoder_block(2, MLP_DIM, LIMOE, cls=LIMoEBlock).build(shapes)
 
 
 IMAGE, TEXT = (3, 4, 8), (3, 2, 8)

@@ -10,15 +10,9 @@ import pytest
 from keras_softmoe import layers, routers
 from keras_softmoe.keras_adapter.layers import is_initialized
 from keras_softmoe.layers.template_experts import TemplateExperts
+from tests.support import layer_checks
 from tests.support.close import assert_near
 from tests.support.gradients import layer_gradients
-from tests.support.layer_checks import (
-    assert_same_weights,
-    check_layer,
-    normal,
-    randomize,
-    revive,
-)
 from tests.support.products import counted
 from tests.support.references import to_numpy
 
@@ -73,8 +67,8 @@ def test_each_expert_is_the_template_with_its_own_weights(name):
     assert not any(is_initialized(w) for w in used.weights)
     if keras.backend.backend() == "torch":
         assert not list(used.parameters())
-    randomize(layer)
-    slots, upstream = normal(SLOTS), normal(SLOTS, 1)
+    layer_checks.randomize(layer)
+    slots, upstream = layer_checks.normal(SLOTS), layer_checks.normal(SLOTS, 1)
     outputs = to_numpy(layer(slots))
     _, of_slots, of_weights = layer_gradients(
         layer, slots, lambda y, _: keras.ops.sum(keras.ops.multiply(y, upstream))
@@ -106,7 +100,7 @@ def test_layer():
         template = layers.MLP(5, dtype=kwargs.get("dtype"))
         return layers.MoE(routers.SoftRouter(2), expert=template, **kwargs)
 
-    check_layer(make, (6, WIDTH), (6, WIDTH), num_weights=2 + 4)
+    layer_checks.check_layer(make, (6, WIDTH), (6, WIDTH), num_weights=2 + 4)
 
 
 @pytest.mark.parametrize("equal_experts", [False, True])
@@ -132,7 +126,7 @@ def test_a_built_layer_is_copied_and_left_alone():
     )
     layer = layers.MoE(router, expert=template)
     model = keras.Sequential([keras.Input((6, WIDTH)), layer])
-    inputs = normal((2, 6, WIDTH))
+    inputs = layer_checks.normal((2, 6, WIDTH))
     assert_near(
         to_numpy(model(inputs)), to_numpy(template(inputs)), rtol=1e-5, atol=1e-6
     )
@@ -144,7 +138,7 @@ def test_a_built_layer_is_copied_and_left_alone():
     assert len(model.weights) == 5
     model.compile("sgd", "mse")
     model.fit(inputs, inputs, verbose=0)
-    assert_same_weights(template, before)
+    layer_checks.assert_same_weights(template, before)
     kernels = layer.experts.get_weights()[0]
     assert not np.array_equal(kernels[0], kernels[1])
 
@@ -153,7 +147,7 @@ def test_dropout_differs_by_expert_and_by_step():
     layer = build(sequential(keras.layers.Dropout(0.5)))
     for weight in layer.weights:
         weight.assign(np.broadcast_to(to_numpy(weight)[:1], weight.shape))
-    slots = np.broadcast_to(normal((WIDTH,)), SLOTS)
+    slots = np.broadcast_to(layer_checks.normal((WIDTH,)), SLOTS)
     first, second, quiet = (
         to_numpy(layer(slots, training=training)) for training in (True, True, False)
     )
@@ -184,7 +178,7 @@ def test_frozen_parts_and_penalties():
 def test_configuration():
     layer = layers.MoE(ROUTER, expert=layers.MLP(5), equal_experts=True)
     layer.build((None, 6, WIDTH))
-    revived = revive(layer)
+    revived = layer_checks.revive(layer)
     assert type(revived.expert) is layers.MLP and not revived.expert.built
     assert revived.experts.equal_experts and revived.mlp_dim is None
 

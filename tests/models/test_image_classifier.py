@@ -6,14 +6,8 @@ import pytest
 
 from keras_softmoe import models, ops, routers
 from tests.skips import only_on
-from tests.support import tiny
+from tests.support import layer_checks, tiny
 from tests.support.close import assert_near, difference
-from tests.support.layer_checks import (
-    assert_same_weights,
-    assert_trained,
-    from_preset,
-    reloaded,
-)
 from tests.support.references import to_numpy
 
 NUM_IMAGES = 18
@@ -46,7 +40,7 @@ def test_fit_evaluate_predict_in_any_batch_size(group_images):
         before = model.get_weights()
         history = model.fit(x, y, batch_size=batch_size, verbose=0)
         assert np.isfinite(history.history["loss"]).all()
-        assert_trained(model, before, least=0)
+        layer_checks.assert_trained(model, before, least=0)
 
 
 @pytest.mark.parametrize("group_images", [1, 2])
@@ -150,7 +144,7 @@ def test_keras_file(tmp_path, kind):
     }[kind]
     model = tiny.classifier({"dropout": 0.1, "activation": "softmax"}, **overrides)
     expected = tiny.predict(model, tiny.pixels(3))
-    revived = reloaded(model, tmp_path)
+    revived = layer_checks.reloaded(model, tmp_path)
     assert type(revived) is models.ViTMoEImageClassifier
     assert type(revived.backbone) is models.ViTMoEBackbone
     assert_near(tiny.predict(revived, tiny.pixels(3)), expected, rtol=1e-6, atol=1e-6)
@@ -161,7 +155,7 @@ def test_training_goes_on_from_a_keras_file(tmp_path):
     model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "poisson", metrics=None)
     batch = tiny.pixels(4), np.eye(tiny.NUM_CLASSES, dtype="float32")[tiny.labels(4)]
     model.train_on_batch(*batch)
-    revived = reloaded(model, tmp_path)
+    revived = layer_checks.reloaded(model, tmp_path)
     assert revived.loss == "poisson"
     assert keras.models.clone_model(model).loss == "poisson"
     losses = [m.train_on_batch(*batch) for m in (model, revived)]
@@ -174,17 +168,17 @@ def test_training_goes_on_from_a_keras_file(tmp_path):
 
 def test_files_of_a_classifier_that_was_never_compiled(tmp_path):
     model = tiny.classifier({"compile": False})
-    assert not reloaded(model, tmp_path).compiled
-    revived = from_preset(model, tmp_path, compile=False)
+    assert not layer_checks.reloaded(model, tmp_path).compiled
+    revived = layer_checks.from_preset(model, tmp_path, compile=False)
     assert not revived.compiled
-    assert_same_weights(revived, model)
+    layer_checks.assert_same_weights(revived, model)
 
 
 def test_keras_file_of_a_backbone(tmp_path):
     model = tiny.backbone(dtype="mixed_bfloat16")
-    revived = reloaded(model, tmp_path)
+    revived = layer_checks.reloaded(model, tmp_path)
     assert revived.get_config() == model.get_config()
-    assert_same_weights(revived, model)
+    layer_checks.assert_same_weights(revived, model)
 
 
 def test_configuration_round_trip():
@@ -286,7 +280,7 @@ def test_weights_of_samples_must_be_finite(number):
             run()
     with pytest.raises(ValueError, match=r"`class_weight` must be.*Received.*\{1: "):
         model.fit(x, y, class_weight={1: number}, verbose=0)
-    assert_same_weights(model, before)
+    layer_checks.assert_same_weights(model, before)
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")

@@ -4,35 +4,14 @@ import keras
 import pytest
 
 from keras_softmoe import layers, ops, routers
+from tests.support import references
 from tests.support.gradients import layer_gradients, outputs, recorded
-from tests.support.references import (
-    Reference,
-    check_auxiliary_loss,
-    check_statistics,
-    finish,
-    losses_of,
-    to_numpy,
-)
 
 SOFT_FILES = [
     f"a_soft_{case}"
-    for case in (
-        "banker",
-        "base",
-        "noise",
-        "odd",
-        "p1_group",
-        "scale_on_inputs",
-        "tiny_norms",
-    )
+    for case in "banker base noise odd p1_group scale_on_inputs tiny_norms".split()
 ]
-SPARSE_CASES = [
-    "tc_einsum",
-    "tc_indices",
-    "ec_einsum",
-    "tc_einsum_bf16",
-    "ec_einsum_bf16",
-]
+SPARSE_CASES = "tc_einsum tc_indices ec_einsum tc_einsum_bf16 ec_einsum_bf16".split()
 EXPERT_WEIGHTS = [
     f"Mlp/Dense_{i}/{weight}" for i in (0, 1) for weight in ("kernel", "bias")
 ]
@@ -52,7 +31,7 @@ def in_groups(tokens, group_size):
 
 @pytest.mark.parametrize("name", SOFT_FILES)
 def test_soft_layer(name, set_noise):
-    reference = Reference(name)
+    reference = references.Reference(name)
     config = reference.config
     inputs = reference.given("inputs")
     tokens = in_groups(inputs, config["group_size"])
@@ -94,9 +73,11 @@ def test_soft_layer(name, set_noise):
     reference.check("slot_inputs_f32", slots)
     reference.check("outputs_f32", exact.reshape(inputs.shape))
     reference.check("outputs_bf16", rounded.reshape(inputs.shape))
-    check_auxiliary_loss(reference, "metrics/auxiliary_loss", summary["auxiliary_loss"])
+    references.check_auxiliary_loss(
+        reference, "metrics/auxiliary_loss", summary["auxiliary_loss"]
+    )
     check_weight_means(reference, "metrics/", routing)
-    finish(reference)
+    references.finish(reference)
 
 
 def check_weight_means(reference, prefix, routing):
@@ -105,7 +86,7 @@ def check_weight_means(reference, prefix, routing):
         ("combine", routing.combine, (2, 3)),
         ("dispatch", routing.dispatch, (1,)),
     ):
-        weights = to_numpy(weights)
+        weights = references.to_numpy(weights)
         for extreme in ("min", "max"):
             mean = getattr(weights, extreme)(axis=axes).mean()
             reference.check(f"{prefix}{name}_weights_{extreme}_mean", mean)
@@ -121,7 +102,7 @@ def sparse_router(case, config):
     if case.startswith("ec"):
         return routers.SoftmaxExpertChoiceRouter(config["E"], **arguments)
     weights = {f"{n}_loss_weight": w for n, w in config["loss_weights"].items()}
-    losses = losses_of(weights, noise_std=0.0)
+    losses = references.losses_of(weights, noise_std=0.0)
     return routers.SoftmaxTokenChoiceRouter(
         config["E"],
         num_selected_experts=config["k"],
@@ -135,7 +116,7 @@ def sparse_router(case, config):
 @pytest.mark.parametrize("case", SPARSE_CASES)
 @pytest.mark.parametrize("name", ["bc_layer_even", "bc_layer_odd"])
 def test_sparse_layer(name, case, dispatcher):
-    reference = Reference(name)
+    reference = references.Reference(name)
     config = reference.config
     inputs = reference.given("inputs")
     tokens = in_groups(inputs, config["group_size"])
@@ -151,8 +132,8 @@ def test_sparse_layer(name, case, dispatcher):
     layer.router.kernel.assign(params["Router/dense/kernel"])
 
     found, (routing, summary) = recorded(layer, tokens)
-    reference.check(f"{case}/outputs", to_numpy(found).reshape(inputs.shape))
-    check_auxiliary_loss(
+    reference.check(f"{case}/outputs", references.to_numpy(found).reshape(inputs.shape))
+    references.check_auxiliary_loss(
         reference, f"{case}/metrics/auxiliary_loss", summary["auxiliary_loss"]
     )
     if case.startswith("tc"):
@@ -163,10 +144,12 @@ def test_sparse_layer(name, case, dispatcher):
         # A loss of weight 0 is reported all the same.
         reference.check(f"{case}/metrics/gshard_loss", ops.gshard_loss(probabilities))
     else:
-        check_statistics(reference, f"{case}/metrics/", routing, summary["selection"])
+        references.check_statistics(
+            reference, f"{case}/metrics/", routing, summary["selection"]
+        )
     if f"{case}/grad_inputs" in reference:
         check_gradients(reference, case, layer, tokens)
-    finish(reference, f"{case}/")
+    references.finish(reference, f"{case}/")
 
 
 def check_gradients(reference, case, layer, tokens):

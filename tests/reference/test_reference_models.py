@@ -7,31 +7,16 @@ import pytest
 from keras_softmoe import ops, routers
 from keras_softmoe.ops.position import sincos_2d_table
 from tests.reference.test_reference_layers import check_weight_means
+from tests.support import references
 from tests.support.close import assert_near
 from tests.support.gradients import layer_gradients, outputs
-from tests.support.references import (
-    Reference,
-    check_auxiliary_loss,
-    check_statistics,
-    finish,
-    losses_of,
-    to_numpy,
-)
 
-MODELS = [
-    "e_dense_gap_sincos_qknorm_rect",
-    "e_dense_map",
-    "e_dense_map_qknorm_noposemb",
-    "e_dense_token",
-    "e_dense_token_sincos",
-    "e_expert_choice_gap_odd",
-    "e_expert_choice_map",
-    "e_soft_gap_grads",
-    "e_soft_map_odd",
-    "e_top1_first_odd",
-    "e_top2_bpr_token",
-    "e_top2_bpr_token_grads",
-]
+MODELS = (
+    "e_dense_gap_sincos_qknorm_rect e_dense_map e_dense_map_qknorm_noposemb "
+    "e_dense_token e_dense_token_sincos e_expert_choice_gap_odd e_expert_choice_map "
+    "e_soft_gap_grads e_soft_map_odd e_top1_first_odd e_top2_bpr_token "
+    "e_top2_bpr_token_grads"
+).split()
 NOISY_MODELS = ["e_expert_choice_map", "e_top1_first_odd", "e_top2_bpr_token_grads"]
 GRADIENT_MODELS = ["e_soft_gap_grads", "e_top2_bpr_token_grads"]
 TOLERANCE = 1e-4
@@ -61,7 +46,7 @@ def make_router(moe, noisy):
         num_selected_experts=settings["num_selected_experts"],
         priority="max" if dispatcher["batch_priority"] else "position",
         **arguments,
-        losses=losses_of(
+        losses=references.losses_of(
             {name: settings[name] for name in weights if name in settings},
             arguments["noise_std"],
         ),
@@ -84,7 +69,7 @@ def position_embedding(reference, params):
             strict=True,
         )
     )
-    table = to_numpy(
+    table = references.to_numpy(
         sincos_2d_table(
             height,
             width,
@@ -144,12 +129,12 @@ def check_route(reference, decisions):
     """Losses and statistics of each MoE block, and the sum of the losses."""
     total = sum(d.summary["auxiliary_loss"] for d in decisions.values())
     if decisions:
-        check_auxiliary_loss(reference, "auxiliary_loss", total)
+        references.check_auxiliary_loss(reference, "auxiliary_loss", total)
     else:
         reference.check("auxiliary_loss", 0.0)
     for index, (routing, summary) in decisions.items():
         case = f"metrics/encoderblock_{index}/"
-        check_auxiliary_loss(
+        references.check_auxiliary_loss(
             reference, f"{case}auxiliary_loss", summary["auxiliary_loss"]
         )
         if isinstance(routing, ops.DenseRouting):
@@ -160,12 +145,14 @@ def check_route(reference, decisions):
             for loss in ("gshard_loss", "importance_loss"):
                 value = getattr(ops, loss)(probabilities)
                 reference.check(f"{case}{loss}", value, TOLERANCE)
-        check_statistics(reference, case, routing, summary["selection"], TOLERANCE)
+        references.check_statistics(
+            reference, case, routing, summary["selection"], TOLERANCE
+        )
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_model(name):
-    reference = Reference(name)
+    reference = references.Reference(name)
     images = reference.given("images")
     model, backbone = make_model(reference, reference.given_under("params/"))
     whole = keras.Model(
@@ -194,12 +181,12 @@ def test_model(name):
     reference.given_under("noisy/")
     reference.given_under("grads/")
     reference.leave({(r".*_grads", "loss"): "compared beside the gradients"})
-    finish(reference)
+    references.finish(reference)
 
 
 @pytest.mark.parametrize("name", NOISY_MODELS)
 def test_noisy_model(name, set_noise):
-    reference = Reference(name)
+    reference = references.Reference(name)
     model, backbone = make_model(
         reference, reference.given_under("params/"), noisy=True
     )
@@ -226,14 +213,14 @@ def test_noisy_model(name, set_noise):
     np.testing.assert_allclose(losses, expected, rtol=TOLERANCE)
     total = reference.given("noisy/auxiliary_loss").mean()
     np.testing.assert_allclose(sum(losses), total, rtol=TOLERANCE)
-    finish(reference, "noisy/")
+    references.finish(reference, "noisy/")
 
 
 @pytest.mark.parametrize("name", GRADIENT_MODELS)
 def test_gradients(name):
     from keras_softmoe import converters
 
-    reference = Reference(name)
+    reference = references.Reference(name)
     model, _ = make_model(reference, reference.given_under("params/"))
     value, _, gradients = layer_gradients(
         model,
@@ -249,10 +236,10 @@ def test_gradients(name):
     for variable in model.trainable_variables:
         assert_near(
             gradients[variable.path],
-            to_numpy(variable.value),
+            references.to_numpy(variable.value),
             rtol=TOLERANCE,
             atol=TOLERANCE,
             err_msg=variable.path,
         )
-    finish(reference, "grads/")
-    finish(reference, "loss")
+    references.finish(reference, "grads/")
+    references.finish(reference, "loss")

@@ -7,32 +7,22 @@ import pytest
 
 from keras_softmoe import ops
 from keras_softmoe.ops.position import resample_position_grid
+from tests.support import references
 from tests.support.close import assert_near
-from tests.support.references import (
-    Reference,
-    check_statistics,
-    finish,
-    slot_routing,
-    to_numpy,
-)
 
 TIES = [
     *(f"k{k}_bpr{b}_C{c}" for k in (1, 2, 4) for b in (0, 1) for c in (1, 3, 5)),
     *(f"expert_choice_C{c}" for c in (1, 3, 5, 12)),
 ]
 ZOOMS = ["tok_up", "tok_up_big", "tok_down", "notok_up", "notok_down", "same"]
-OTHER_TOKENS = [
-    "tok_to_notok",
-    "notok_to_tok_array",
-    "notok_to_tok_struct",
-    "one_to_many",
-    "many_to_one",
-]
+OTHER_TOKENS = (
+    "tok_to_notok notok_to_tok_array notok_to_tok_struct one_to_many many_to_one"
+).split()
 GRIDS = ["zoom_2d", "zoom_2d_down", "zoom_3d"]
 
 
 def test_capacity():
-    reference = Reference("i_capacity")
+    reference = references.Reference("i_capacity")
     axes = [reference.config[axis] for axis in reference.config["axes"]]
     actual = []
     for arguments in itertools.product(*axes):
@@ -42,12 +32,12 @@ def test_capacity():
             actual.append(reference.config["raises_value"])
     shape = [len(axis) for axis in axes]
     reference.check("capacity", np.array(actual, "int32").reshape(shape))
-    finish(reference)
+    references.finish(reference)
 
 
 @pytest.mark.parametrize("case", TIES)
 def test_ties(case):
-    reference = Reference("bc_ties")
+    reference = references.Reference("bc_ties")
     gates = reference.given("gates")[None]
     capacity = int(case.rpartition("_C")[2])
     if case.startswith("expert_choice"):
@@ -55,19 +45,21 @@ def test_ties(case):
     else:
         priority = "max" if "bpr1" in case else "position"
         seats = ops.token_choice(gates, int(case[1]), capacity, priority=priority)
-    routing = slot_routing(*seats, gates)
-    dispatch, combine = (to_numpy(w)[0] for w in ops.to_dense(routing, len(gates[0])))
+    routing = references.slot_routing(*seats, gates)
+    dispatch, combine = (
+        references.to_numpy(w)[0] for w in ops.to_dense(routing, len(gates[0]))
+    )
     reference.check(f"{case}/dispatch_weights", dispatch.astype(bool))
     reference.check(f"{case}/combine_weights", combine)
     if case.startswith("expert_choice"):
-        check_statistics(reference, f"{case}/metrics/", routing, gates)
+        references.check_statistics(reference, f"{case}/metrics/", routing, gates)
     else:
         check_indices(
             routing,
             reference.given(f"{case}/indices")[None],
             reference.given(f"{case}/indices_combine_weights")[None],
         )
-    finish(reference, f"{case}/")
+    references.finish(reference, f"{case}/")
 
 
 def check_indices(routing, indices, weights):
@@ -75,7 +67,7 @@ def check_indices(routing, indices, weights):
 
     A slot number that reaches the capacity means a dropped choice.
     """
-    token, filled, gate = map(to_numpy, routing)
+    token, filled, gate = map(references.to_numpy, routing)
     expected_token, expected_gate = np.zeros_like(token), np.zeros_like(gate)
     expected_filled = np.zeros_like(filled)
     for g, s, k in np.ndindex(*weights.shape):
@@ -100,10 +92,10 @@ def split(table):
 
 @pytest.mark.parametrize("case", [*ZOOMS, *OTHER_TOKENS])
 def test_resampled_position_table(case):
-    reference = Reference("j_posembed_resize")
+    reference = references.Reference("j_posembed_resize")
     token, grid = split(reference.given(f"{case}/source"))
     expected_token, expected = split(reference.given(f"{case}/output"))
-    actual = to_numpy(resample_position_grid(grid, *expected.shape[:2]))
+    actual = references.to_numpy(resample_position_grid(grid, *expected.shape[:2]))
     assert_near(actual, expected, rtol=2e-5, atol=2e-5)
     if len(token) and len(expected_token):
         np.testing.assert_array_equal(token, expected_token)
@@ -111,16 +103,16 @@ def test_resampled_position_table(case):
         # A table without a class token takes over that of the target.
         target_token, _ = split(reference.given(f"{case}/target"))
         np.testing.assert_array_equal(target_token, expected_token)
-    finish(reference, f"{case}/")
+    references.finish(reference, f"{case}/")
 
 
 @pytest.mark.parametrize("case", GRIDS)
 def test_resampled_grid(case):
-    reference = Reference("j_posembed_resize")
+    reference = references.Reference("j_posembed_resize")
     source = reference.given(f"{case}/source")
     expected = reference.given(f"{case}/output")
     if source.ndim == 2:
         source, expected = source[..., None], expected[..., None]
     actual = resample_position_grid(source, *expected.shape[:2])
-    assert_near(to_numpy(actual), expected, rtol=2e-5, atol=2e-5)
-    finish(reference, f"{case}/")
+    assert_near(references.to_numpy(actual), expected, rtol=2e-5, atol=2e-5)
+    references.finish(reference, f"{case}/")

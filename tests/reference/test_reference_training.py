@@ -112,14 +112,10 @@ def test_schedules():
     finish(reference)
 
 
-OPTIMIZERS = [
-    "adafactor",
-    "adafactor_nofactor",
-    "adam",
-    "adam_clip_scale",
-    "sgd_momentum_absclip_frozen",
-    "sgd_plain_trainable",
-]
+OPTIMIZERS = (
+    "adafactor adafactor_nofactor adam adam_clip_scale sgd_momentum_absclip_frozen "
+    "sgd_plain_trainable"
+).split()
 GRADIENTS = [f"grads_{step}" for step in range(4)]
 
 

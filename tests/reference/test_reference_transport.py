@@ -23,33 +23,15 @@ pytestmark = pytest.mark.usefixtures("quick_loops")
 
 SIZES = ["even", "odd"]
 TRANSPORT = {
-    "d_kl_experts": [
-        "k1_lbfgs",
-        "k2",
-        "k2_lbfgs500",
-        "k2_losses",
-        "k2_noisy",
-        "k2_plan_combine",
-        "k2_plan_combine_unrolled",
-    ],
-    "d_kl_items": [
-        "default",
-        "it10",
-        "it13_runs10",
-        "it200",
-        "noisy",
-        "plan_combine",
-        "plan_combine_unrolled",
-    ],
+    "d_kl_experts": (
+        "k1_lbfgs k2 k2_lbfgs500 k2_losses k2_noisy k2_plan_combine "
+        "k2_plan_combine_unrolled"
+    ).split(),
+    "d_kl_items": (
+        "default it10 it13_runs10 it200 noisy plan_combine plan_combine_unrolled"
+    ).split(),
     "d_ks_items": ["converged", "default", "lr0.1", "nondeterministic", "plan_combine"],
-    "d_ks_experts": [
-        "k1",
-        "k2",
-        "k2_converged",
-        "k2_lr0.1",
-        "k2_nobpr",
-        "k2_plan_combine",
-    ],
+    "d_ks_experts": "k1 k2 k2_converged k2_lr0.1 k2_nobpr k2_plan_combine".split(),
     "d_sp_items": ["converged", "default", "lr0.1", "plan_combine"],
 }
 

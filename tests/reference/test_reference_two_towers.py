@@ -10,14 +10,10 @@ from tests.reference.test_reference_models import make_router
 from tests.support.gradients import outputs
 from tests.support.references import Reference, check_auxiliary_loss, finish, to_numpy
 
-TOWERS = [
-    "f_two_tower_dense",
-    "f_two_tower_moe",
-    "f_two_tower_pool_first",
-    "f_two_tower_pool_gap",
-    "f_two_tower_pool_gmp",
-    "f_two_tower_tiny_norm",
-]
+TOWERS = (
+    "f_two_tower_dense f_two_tower_moe f_two_tower_pool_first f_two_tower_pool_gap "
+    "f_two_tower_pool_gmp f_two_tower_tiny_norm"
+).split()
 TOLERANCE = 1e-4
 
 

@@ -276,11 +276,8 @@ def _graph_with(model, new):
     whole = _with_layers(whole, new)
     outputs, made = whole.output
     by_id = {**dict(zip(tensors, made, strict=True)), **new}
-
-    def renewed(value):
-        return by_id.get(id(value), value)
-
-    return whole.input, outputs, keras.tree.map_structure(renewed, attributes)
+    renewed = keras.tree.map_structure(lambda x: by_id.get(id(x), x), attributes)
+    return whole.input, outputs, renewed
 
 
 def _with_layers(model, new):
