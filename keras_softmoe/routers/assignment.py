@@ -42,9 +42,9 @@ class ExpertChoice:
         factors = capacity.capacity_factor, capacity.eval_capacity_factor
         if factors[0] is None or factors[1] == DROPLESS:
             raise ValueError(
-                "The capacity must be a positive number where experts choose. Received:"
-                f" capacity_factor={factors[0]}, eval_capacity_factor={factors[1]!r}. "
-                "A `SoftmaxTokenChoiceRouter` can keep all choices."
+                "`capacity_factor` must be a positive number where experts choose. "
+                f"Received: capacity_factor={factors[0]}, eval_capacity_factor="
+                f"{factors[1]!r}. A `SoftmaxTokenChoiceRouter` can keep all choices."
             )
 
     def choose(self, selection, sharded):

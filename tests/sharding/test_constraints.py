@@ -18,7 +18,7 @@ def test_without_a_distribution_tensors_are_unchanged():
     assert constraints.replicate(x, 1, "layer/slots") is x
     assert constraints.layout_of("layer/slots") is None
     assert not constraints.is_distributed()
-    constraints.check_divides_experts(3)
+    constraints.check_placement("check_divides_experts", 3)
 
 
 @pytest.mark.parametrize(
@@ -43,10 +43,10 @@ class Checking:
 def test_the_distribution_checks(monkeypatch):
     monkeypatch.setattr(keras.distribution, "distribution", Checking)
     assert constraints.is_distributed()
-    constraints.check_divides_experts(2)
+    constraints.check_placement("check_divides_experts", 2)
     with pytest.raises(ValueError, match="odd"):
-        constraints.check_divides_experts(3)
+        constraints.check_placement("check_divides_experts", 3)
     # A method that it does not have
-    constraints.check_model(None)
+    constraints.check_placement("check_model", None)
     x = np.ones((2, 3))
     assert constraints.constrain(x, "layer/slots") is x
