@@ -226,20 +226,24 @@ def _sparse_transport_plan(
 
 def _adam(x, first, second, gradient, number, learning_rate):
     """Return a variable and both moments after step 0, 1, ... of Adam."""
+    steps = number + 1
+    if keras.backend.backend() != "torch":
+        steps = ops.cast(steps, x.dtype)
+    # The weights of all gradients in both moments, which start at zero
+    of_first, of_second = 1.0 - 0.9**steps, 1.0 - 0.999**steps
     if keras.backend.backend() == "torch":
         # The same in five operations: the second moment is kept divided by
         # `0.999**number`.
-        rate, scale = learning_rate / (1.0 - 0.9 ** (number + 1)), 0.999**number
-        norm = (scale * 0.999 / (1.0 - 0.999 ** (number + 1))) ** 0.5
+        scale = 0.999**number
+        rate, norm = learning_rate / of_first, (scale * 0.999 / of_second) ** 0.5
         first = first.lerp(gradient, 0.1)
         second = second.addcmul(gradient, gradient, value=0.001 / (0.999 * scale))
         root = second.sqrt() + 1e-8 / norm
         return x.addcdiv(first, root, value=-rate / norm), first, second
-    number = ops.cast(number + 1, x.dtype)
     first = 0.9 * first + 0.1 * gradient
     second = 0.999 * second + 0.001 * ops.square(gradient)
-    root = ops.sqrt(second / (1.0 - 0.999**number)) + 1e-8
-    update = first / (1.0 - 0.9**number) / root
+    root = ops.sqrt(second / of_second) + 1e-8
+    update = first / of_first / root
     return x - learning_rate * update, first, second
 
 
@@ -278,6 +282,9 @@ def _project(points, mass, count, sharded, excess, start):
     if is_torch:
         chosen, index = points.topk(k)
     else:
+        # The only non-zero of a row is then the mass itself, not rounded: such plans of
+        # different tokens are ties.
+        points = points - largest_entry(points)
         chosen = top_values(points, k, sharded)
         # Not `chosen[..., -1:]`: XLA would replace `top_k` and the slice by a full
         # sort.

@@ -266,8 +266,8 @@ FAULTS = (
     ),
     Fault(
         "Adam's second moment is not debiased",
-        "norm = (scale * 0.999 / (1.0 - 0.999 ** (number + 1))) ** 0.5",
-        "norm = (scale * 0.999) ** 0.5",
+        "of_first, of_second = 1.0 - 0.9**steps, 1.0 - 0.999**steps",
+        "of_first, of_second = 1.0 - 0.9**steps, 1.0",
         TRANSPORT,
     ),
     # === Routers ===
