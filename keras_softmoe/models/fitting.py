@@ -329,13 +329,19 @@ def balance(model, inputs):
     """
     # Copies: an array of a PyTorch tensor shares its memory.
     draws = [(s, np.array(ops.convert_to_numpy(s))) for s in states_of_draws(model)]
+    inputs = keras.tree.map_structure(ops.convert_to_tensor, inputs)
     names = {id(router): block for block, router in model.routers.items()}
+    routers = [r for r in model.routers.values() if hasattr(r, "eval_capacity_factor")]
+    factors = [router.eval_capacity_factor for router in routers]
     try:
+        # With the capacity of training
+        for router in routers:
+            router.eval_capacity_factor = None
         with runs.without_gradients(), record(lambda r: names.get(id(r))) as decisions:
-            model(
-                keras.tree.map_structure(ops.convert_to_tensor, inputs), training=False
-            )
+            model(inputs, training=False)
     finally:
+        for router, factor in zip(routers, factors, strict=True):
+            router.eval_capacity_factor = factor
         for state, value in draws:
             state.assign(value)
     found = {}

@@ -112,6 +112,13 @@ class Capacity:
             check_whole_numbers(0, multiple_of=self.multiple_of)
         check_choice("rounding", self.rounding, ROUNDINGS)
 
+    def factor(self, training):
+        """Return the slots per choice in a call; `None` if nothing is dropped."""
+        if training or self.eval_capacity_factor is None:
+            return self.capacity_factor
+        is_dropless = self.eval_capacity_factor == DROPLESS
+        return None if is_dropless else self.eval_capacity_factor
+
     def slots(self, factor, num_tokens, choices, num_experts):
         """Return the slots of an expert: at most one for each token of a group.
 

@@ -27,12 +27,7 @@ from keras_softmoe.routers.losses import (
     with_losses,
 )
 from keras_softmoe.routers.router import Decision, Router
-from keras_softmoe.routers.scores import (
-    DROPLESS,
-    Capacity,
-    PolicySettings,
-    slots_by_length,
-)
+from keras_softmoe.routers.scores import Capacity, PolicySettings, slots_by_length
 from keras_softmoe.sharding.constraints import is_distributed
 
 
@@ -301,14 +296,10 @@ class SparseRouter(Router, PolicySettings):
         """Return the capacity factor of a call; `None` if nothing is dropped."""
         # 0 where modalities are not distinguished. One alone does not use all experts,
         # which need more slots then.
-        policy = self.capacity_policy
-        if policy.eval_capacity_factor == DROPLESS and not training:
-            return None
-        if num_modalities == 1 and policy.capacity_factor is not None:
+        factor = self.capacity_policy.factor(training)
+        if num_modalities == 1 and factor is not None:
             return self.modalities.single_modality_capacity_factor
-        if training or policy.eval_capacity_factor is None:
-            return policy.capacity_factor
-        return policy.eval_capacity_factor
+        return factor
 
     # === Losses ===
 

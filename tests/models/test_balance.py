@@ -162,9 +162,13 @@ def test_fit_does_not_warn(make):
 
 def test_share_of_dropped_tokens():
     model = collapsed(capacity_factor=0.5, group_images=2)
-    # Of 8 tokens in a group one is taken; for 4 of them there are no slots.
-    (found,) = fitting.balance(model, tiny.images(BATCH)).values()
-    assert found.dropped == pytest.approx((8 - 1 - 4) / 8)
+    # Of 8 tokens in a group one is taken; for 4 of them there are no slots. Predictions
+    # may have others.
+    for factor in ("dropless", 4.0, None):
+        model.set_routing(eval_capacity_factor=factor)
+        (found,) = fitting.balance(model, tiny.images(BATCH)).values()
+        assert found.dropped == pytest.approx((8 - 1 - 4) / 8)
+        assert model.backbone.router.eval_capacity_factor == factor
     (block,) = analysis.analyze(model, tiny.pixels(BATCH), verbose=0).blocks.values()
     assert block.dropped == pytest.approx(7 / 8)
 
