@@ -111,13 +111,10 @@ class Capacity:
         if self.multiple_of is not None:
             check_whole_numbers(0, multiple_of=self.multiple_of)
         check_choice("rounding", self.rounding, ROUNDINGS)
-
-    def factor(self, training):
-        """Return the slots per choice in a call; `None` if nothing is dropped."""
-        if training or self.eval_capacity_factor is None:
-            return self.capacity_factor
-        is_dropless = self.eval_capacity_factor == DROPLESS
-        return None if is_dropless else self.eval_capacity_factor
+        other = self.eval_capacity_factor or self.capacity_factor
+        # Outside of training, and in training; `None` if nothing is dropped
+        factors = None if other == DROPLESS else other, self.capacity_factor
+        vars(self).update(factors=factors)
 
     def slots(self, factor, num_tokens, choices, num_experts):
         """Return the slots of an expert: at most one for each token of a group.

@@ -296,7 +296,7 @@ class SparseRouter(Router, PolicySettings):
         """Return the capacity factor of a call; `None` if nothing is dropped."""
         # 0 where modalities are not distinguished. One alone does not use all experts,
         # which need more slots then.
-        factor = self.capacity_policy.factor(training)
+        factor = self.capacity_policy.factors[bool(training)]
         if num_modalities == 1 and factor is not None:
             return self.modalities.single_modality_capacity_factor
         return factor
