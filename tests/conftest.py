@@ -20,9 +20,8 @@ collect_ignore_glob = [
 ]
 
 # `make nightly` has packages of other names.
-RELEASES = (
-    "keras keras-nightly keras-hub keras-hub-nightly numpy jax tensorflow torch"
-).split()
+RELEASES = ("keras", "keras-nightly", "keras-hub", "keras-hub-nightly")
+RELEASES += ("numpy", "jax", "tensorflow", "torch")
 
 
 def pytest_addoption(parser):

@@ -217,9 +217,7 @@ def test_predictions_alone():
     for index in range(len(x)):
         alone = outputs(layer, x[index : index + 1])
         assert_near(alone[0], found[index], atol=1e-6)
-    again = keras.saving.deserialize_keras_object(
-        keras.saving.serialize_keras_object(layer)
-    )
+    again = layers.MoE.from_config(layer.get_config())
     assert again.router.eval_capacity_factor == "dropless"
     with pytest.raises(ValueError, match="eval_capacity_factor.*Received.*'dense'"):
         layer_with(eval_capacity_factor="dense")

@@ -162,8 +162,7 @@ def test_fit_does_not_warn(make):
 
 def test_share_of_dropped_tokens():
     model = collapsed(capacity_factor=0.5, group_images=2)
-    # Of 8 tokens in a group one is taken; for 4 of them there are no slots. Predictions
-    # may have others.
+    # Of 8 tokens in a group one is taken; for 4 of them there are no slots.
     for factor in ("dropless", 4.0, None):
         model.set_routing(eval_capacity_factor=factor)
         (found,) = fitting.balance(model, tiny.images(BATCH)).values()
