@@ -92,8 +92,8 @@ def group(inputs, mask, group_images, num_experts):
     Returns:
         `(G, S, D)` tokens; the `(G, S)` mask of real tokens, or `None`; and the
         `(G,)` numbers of tokens that determine the capacity, or `None` without a
-        mask. Images that pad a batch count in the latter like the others of their
-        group.
+        mask. In these a group that is filled up with empty images counts as full: its
+        real images have the slots that they would have in any other group.
     """
     if group_images == 1:
         # Each image is a group: nothing moves.
@@ -130,7 +130,7 @@ def group(inputs, mask, group_images, num_experts):
     tokens = reshape(inputs, (groups, tokens_of_group, width))
     if valid is not None:
         valid = reshape(valid, (groups, tokens_of_group))
-    # Capacity is that of a group of whole images with this share of real tokens.
+    # Real tokens of a full group: those of the real images, times all over real images
     count = None if mask is None else _count(valid) * group_images // images
     return tokens, valid, count
 

@@ -211,7 +211,7 @@ class MoE(Layer):
 
     def _check_placement(self):
         router = self.router
-        if router.num_rows(1) is not None:
+        if router.num_rows(1) or router.num_rows(1, True):
             factor = router.num_experts / router.choices_per_token
             name = (
                 "capacity_factor"

@@ -169,7 +169,8 @@ class SparseRouter(Router, PolicySettings):
         # 4. Slots of each expert, C; fewer in groups with few real tokens, (G,)
         factor = self._capacity_factor(training, len(masks))
         sizes = factor, group_tokens, self.assignment.choices, self.num_experts
-        slots, limit = self.capacity_policy.slots(*sizes), None
+        slots = self.capacity_policy.slots(*sizes)
+        limit = None
         if num_tokens is not None and factor is not None:
             # A table, as the numbers may be known only when a compiled function runs
             table = slots_by_length(self.capacity_policy, *sizes)
@@ -294,8 +295,8 @@ class SparseRouter(Router, PolicySettings):
 
     def _capacity_factor(self, training, num_modalities=0):
         """Return the capacity factor of a call; `None` if nothing is dropped."""
-        # 0 where modalities are not distinguished. One alone does not use all experts,
-        # which need more slots then.
+        # `num_modalities` is 0 for routers without modalities. Tokens of one modality
+        # alone use a part of the experts, each of which then needs more slots.
         factor = self.capacity_policy.factors[bool(training)]
         if num_modalities == 1 and factor is not None:
             return self.modalities.single_modality_capacity_factor

@@ -285,8 +285,8 @@ FAULTS = (
     ),
     Fault(
         "the capacity factor of evaluation in training",
-        "if training or policy.eval_capacity_factor is None:",
-        "if policy.eval_capacity_factor is None:",
+        "factors[bool(training)]",
+        "factors[0]",
         "routers/test_settings.py routers/test_sparse.py",
     ),
     Fault(
