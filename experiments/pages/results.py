@@ -3,6 +3,7 @@
 from pathlib import Path
 from statistics import mean
 
+from experiments import small_data
 from experiments.lib.comparisons import difference
 from experiments.lib.runs import read_json
 from experiments.real_weights.tables import report
@@ -33,6 +34,10 @@ def tables():
         "fidelity": fidelity_table(),
         "textiles": report(read_json(EXPERIMENTS / "real_weights/results.json")) + "\n",
         "upcycled as published": published_table(),
+        "small data": small_data.table(
+            read_json(small_data.OUTPUT, ["results"])["results"]
+        )
+        + "\n",
     }
 
 
