@@ -152,9 +152,11 @@ def table(results):
                 cells = []
                 for kind in ("accuracy", "dropless"):
                     values = [100 * r[kind] for r in found if kind in r]
-                    spread = np.std(values or [0], ddof=int(len(values) > 1))
-                    text = f"{np.mean(values or [0]):.1f} ± {spread:.1f}"
-                    cells.append(text if values else "")
+                    if values:
+                        spread = np.std(values, ddof=int(len(values) > 1))
+                        cells.append(f"{np.mean(values):.1f} ± {spread:.1f}")
+                    else:
+                        cells.append("")
                 for kind in ("training", "batch", "alone"):
                     shares = [np.mean(r[kind]) for r in found if kind in r]
                     cells.append(f"{100 * np.mean(shares):.0f} %" if shares else "")

@@ -17,6 +17,7 @@ from keras_softmoe.checks import check_choice, received
 from keras_softmoe.exporting.write import image_converter, write
 from keras_softmoe.keras_adapter.layers import flatten_layers
 from keras_softmoe.routers import Router
+from keras_softmoe.routers.sparse import dropless_setting
 
 
 class Format(NamedTuple):
@@ -179,16 +180,11 @@ def _check(model, filepath, format):
                 f"{priority=}. Call `set_routing(random_logits=False, priority='max')`."
             )
         if router.num_rows(1) is not None:
-            factor = router.num_experts / router.choices_per_token
-            name = (
-                "capacity_factor"
-                if router.num_rows(1, True)
-                else "eval_capacity_factor"
-            )
+            found, enough = dropless_setting(router)
             raise ValueError(
                 "An exported model must have a fixed number of slots. Received: "
-                f"{router.path} with {name}={getattr(router, name)!r}. Set one that "
-                f"drops nothing either: `set_routing({name}={factor:g})`."
+                f"{router.path} with {found}. Set one that drops nothing either: "
+                f"`set_routing({enough})`."
             )
 
 

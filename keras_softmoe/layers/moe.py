@@ -17,6 +17,7 @@ from keras_softmoe.ops.kernels import reshape
 from keras_softmoe.ops.routing import to_slots
 from keras_softmoe.ops.selection import zero_padding
 from keras_softmoe.routers import Router
+from keras_softmoe.routers.sparse import dropless_setting
 from keras_softmoe.sharding.constraints import is_distributed
 from keras_softmoe.types import DType
 
@@ -212,16 +213,11 @@ class MoE(Layer):
     def _check_placement(self):
         router = self.router
         if router.num_rows(1) or router.num_rows(1, True):
-            factor = router.num_experts / router.choices_per_token
-            name = (
-                "capacity_factor"
-                if router.num_rows(1, True)
-                else "eval_capacity_factor"
-            )
+            found, enough = dropless_setting(router)
             raise ValueError(
                 "Dropless routing cannot be sharded: devices need equally many rows of "
-                f"each group. Received: {name}={getattr(router, name)!r} under a "
-                f"distribution. `{name}={factor:g}` keeps every token, too."
+                f"each group. Received: {found} under a distribution. `{enough}` "
+                "keeps every token, too."
             )
 
     def _check_groups(self, batch, num_groups):

@@ -439,3 +439,13 @@ def _warn_of_losses_left_out(distiller):
 
 
 before_compiling_distillers(_warn_of_losses_left_out)
+
+
+def dropless_setting(router):
+    """Return the setting without a capacity, and one that keeps every token in slots.
+
+    Both for messages, such as `capacity_factor=None` and `capacity_factor=4`.
+    """
+    name = "capacity_factor" if router.num_rows(1, True) else "eval_capacity_factor"
+    factor = router.num_experts / router.choices_per_token
+    return f"{name}={getattr(router, name)!r}", f"{name}={factor:g}"
