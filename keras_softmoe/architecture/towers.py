@@ -1,7 +1,7 @@
 """Towers for one modality: Vision Transformers and text encoders."""
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import keras
 
@@ -11,6 +11,7 @@ from keras_softmoe.architecture.settings import Settings, record
 from keras_softmoe.layers import embedding
 from keras_softmoe.layers.pooling import POOLINGS, TEXT_POOLINGS, pool
 from keras_softmoe.ops.position import RESAMPLINGS
+from keras_softmoe.routers.scores import DROPLESS
 
 
 @record
@@ -47,6 +48,7 @@ class ViT(Encoder, Image):
 
     backbone = "ViTMoEBackbone"
 
+    group_images: int | str | None = "auto"
     pooling: str = "token"
     position_embedding: str = "learned"
     representation_dim: int | None = None
@@ -57,6 +59,8 @@ class ViT(Encoder, Image):
     layer_scale: float | None = None
 
     def __post_init__(self):
+        if self.group_images == "auto":
+            vars(self).update(self._default_groups())
         super().__post_init__()
         for name, accepted in (
             ("pooling", POOLINGS),
@@ -67,6 +71,20 @@ class ViT(Encoder, Image):
         checks.check_whole_numbers(0, num_registers=self.num_registers)
         if self.representation_dim is not None:
             checks.check_whole_numbers(1, representation_dim=self.representation_dim)
+
+    def _default_groups(self) -> dict[str, Any]:
+        """Return the settings of groups and routers where groups are not given.
+
+        Patches of one image resemble each other and choose the same few experts, those
+        of many images spread: fewer are dropped. Predictions then need no capacity, as
+        images that are predicted together should not depend on each other.
+        """
+        is_list = isinstance(self.router, list | tuple)
+        routers = self.router if is_list else [self.router]
+        if not all(getattr(r, "has_default_capacity", False) for r in routers):
+            return {"group_images": 1}
+        routers = [r.with_settings(eval_capacity_factor=DROPLESS) for r in routers]
+        return {"group_images": 32, "router": routers if is_list else routers[0]}
 
     @property
     def output_dim(self) -> int:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +18,6 @@ from keras_softmoe.checks import check_choice, received
 from keras_softmoe.exporting.write import image_converter, write
 from keras_softmoe.keras_adapter.layers import flatten_layers
 from keras_softmoe.routers import Router
-from keras_softmoe.routers.sparse import dropless_setting
 
 
 class Format(NamedTuple):
@@ -109,8 +109,8 @@ def checked_job(
     _check(model, filepath, format)
     signature = _signature(model, input_signature)
     batches = {spec.shape[0] for spec in keras.tree.flatten(signature)}
-    whole = any(layer.group_images is None for layer in moe_layers_of(model))
-    if None in batches and whole:
+    whole = (m for m in moe_layers_of(model) if m.group_images is None)
+    if None in batches and not all(layer.router.num_rows(1) for layer in whole):
         raise ValueError(
             "`group_images=None` routes a whole batch as one group, so "
             "`input_signature` must have the size of the batch. Received: batch sizes "
@@ -179,13 +179,16 @@ def _check(model, filepath, format):
                 f"deterministic. Received: {router.path} with {random_logits=}, "
                 f"{priority=}. Call `set_routing(random_logits=False, priority='max')`."
             )
-        if router.num_rows(1) is not None:
-            found, enough = dropless_setting(router)
-            raise ValueError(
-                "An exported model must have a fixed number of slots. Received: "
-                f"{router.path} with {found}. Set one that drops nothing either: "
-                f"`set_routing({enough})`."
+        if router.num_rows(1):
+            factor = router.num_experts / router.choices_per_token
+            warnings.warn(
+                f"{router.path} predicts without a capacity: in an exported model each "
+                f"expert computes all tokens of an image, {factor:g} times the compute."
+                " `set_routing(eval_capacity_factor=2)` computes less, and drops "
+                "tokens of full experts.",
+                stacklevel=4,
             )
+            break
 
 
 def _signature(model, input_signature):

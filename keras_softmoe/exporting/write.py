@@ -27,7 +27,7 @@ def write(model, filepath, format, input_signature, preprocessing, options):
     if format == "tf_saved_model":
         replaced = functools.partial(atomic_directory, marks=["saved_model.pb"])
     batch = keras.tree.flatten(input_signature)[0].shape[0]
-    with replaced(filepath) as aside, _quiet(), _groups_of(model, batch):
+    with replaced(filepath) as aside, _quiet(), _fixed_shapes(model, batch):
         if format == "torch":
             _write_torch(model, aside, input_signature, options)
             return
@@ -121,16 +121,26 @@ def _write_torch(model, filepath, input_signature, options):
 
 
 @contextlib.contextmanager
-def _groups_of(model, batch):
-    """Replace `group_images=None` by the batch size inside this context."""
-    whole = [layer for layer in moe_layers_of(model) if layer.group_images is None]
+def _fixed_shapes(model, batch):
+    """Inside this context, groups and slots of experts have a fixed number.
+
+    `group_images=None` becomes the batch size, and without a capacity experts have a
+    slot for each token.
+    """
+    layers = moe_layers_of(model)
+    whole = [layer for layer in layers if layer.group_images is None]
+    dropless = [layer.router for layer in layers if layer.router.num_rows(1)]
     for layer in whole:
         layer.group_images = batch
+    for router in dropless:
+        router.pads_rows = True
     try:
         yield
     finally:
         for layer in whole:
             layer.group_images = None
+        for router in dropless:
+            router.pads_rows = False
 
 
 @contextlib.contextmanager

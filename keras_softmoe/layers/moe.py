@@ -17,7 +17,6 @@ from keras_softmoe.ops.kernels import reshape
 from keras_softmoe.ops.routing import to_slots
 from keras_softmoe.ops.selection import zero_padding
 from keras_softmoe.routers import Router
-from keras_softmoe.routers.sparse import dropless_setting
 from keras_softmoe.sharding.constraints import is_distributed
 from keras_softmoe.types import DType
 
@@ -212,11 +211,13 @@ class MoE(Layer):
 
     def _check_placement(self):
         router = self.router
-        if router.num_rows(1) or router.num_rows(1, True):
-            found, enough = dropless_setting(router)
+        if router.num_rows(1, True):
+            # Predictions have a slot for each token instead, `E / K` times the compute.
             raise ValueError(
-                "Dropless routing cannot be sharded: devices need equally many rows of "
-                f"each group. Received: {found} under a distribution. `{enough}` "
+                "Training without a capacity cannot be sharded: devices need equally "
+                "many rows of each group. Received: capacity_factor=None under a "
+                "distribution. "
+                f"`capacity_factor={router.num_experts / router.choices_per_token:g}` "
                 "keeps every token, too."
             )
 
@@ -226,12 +227,16 @@ class MoE(Layer):
         groups.warn_of_split_groups(self, batch, num_groups)
 
     def call(self, inputs, mask=None, training=None, modalities=()):
-        sharded = is_distributed()
+        sharded, group_images = is_distributed(), self.group_images
+        if group_images != 1 and not training and self.router.num_rows(1):
+            # Without a capacity no image depends on others, and a group would only be
+            # filled with empty images.
+            group_images = 1
         # 1. Sequences: (B, ..., D) -> (B, S, D), with zeros for padding
         x, mask = groups.as_sequence(inputs, mask)
         # 2. Groups of images that compete for slots: (B, S, D) -> (G, S, D)
         tokens, valid, counts = groups.group(
-            x, mask, self.group_images, self.router.num_experts
+            x, mask, group_images, self.router.num_experts
         )
         if sharded:
             self._check_groups(x.shape[0], tokens.shape[0])
@@ -248,7 +253,7 @@ class MoE(Layer):
             slots = self._rounded(slots)
         outputs = combine(slots, routing, tokens.shape[1], sharded)
         # 7. Images again: (G, S, D) -> (B, S, D), without those that filled a group
-        if self.group_images != 1:
+        if group_images != 1:
             outputs = groups.ungroup(outputs, x)
         # 8. The shared expert computes every token.
         if self.shared_mlp is not None:

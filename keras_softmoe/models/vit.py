@@ -47,8 +47,11 @@ class ViTMoEBackbone(MoEBackbone):
         layer_norm_epsilon: float, added to the variance in layer normalizations.
         layer_scale: float or `None`, initial value of learned factors of the outputs of
             attention and MLPs.
-        group_images: int or `None`, images whose tokens are routed together. This and
-            `dispatcher`, `equal_experts`, `expert_dropout_rate`, `remat_experts`,
+        group_images: int or `None`, images whose tokens are routed together. `"auto"`
+            is 1; and where tokens choose experts and the router has the default
+            capacity, 32 in training and predictions without a capacity
+            (`eval_capacity_factor="dropless"`), so that fewer tokens are dropped. This
+            and `dispatcher`, `equal_experts`, `expert_dropout_rate`, `remat_experts`,
             `dispatch_dtype` and `shared_mlp_dim` are arguments of `layers.MoE`.
         expert_mlp_dim: int or `None`, hidden width of an expert; `None` for `mlp_dim`.
         dtype: dtype or policy of all layers but the routers, which stay in float32.
@@ -95,7 +98,7 @@ class ViTMoEBackbone(MoEBackbone):
         activation: str = "gelu_tanh",
         layer_norm_epsilon: float = 1e-6,
         layer_scale: float | None = None,
-        group_images: int | None = 1,
+        group_images: int | str | None = "auto",
         dispatcher: str = "auto",
         equal_experts: bool = False,
         expert_dropout_rate: float = 0.0,

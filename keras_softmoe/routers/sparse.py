@@ -71,6 +71,9 @@ class SparseRouter(Router, PolicySettings):
     noisy_gates = True
     # Default of the argument `losses`
     default_losses = ()
+    # Without a capacity: whether experts have a slot for each token, as on several
+    # devices, so that shapes are fixed
+    pads_rows = False
 
     def __init__(
         self,
@@ -188,7 +191,8 @@ class SparseRouter(Router, PolicySettings):
             gates = self.assignment.normalized(gates, chosen)
         # 7. Assignment: tokens to slots, or rows for all choices if nothing is dropped
         seed = self.seed_generator
-        if factor is None and self.assignment.has_rows:
+        has_rows = self.assignment.has_rows and not (sharded or self.pads_rows)
+        if factor is None and has_rows:
             kept = self.assignment.kept(scores, chosen, valid, seed)
             routing = choice_routing(gates, chosen, kept)
         else:
@@ -269,6 +273,12 @@ class SparseRouter(Router, PolicySettings):
         self.kernel.assign(np.transpose(directions))
 
     # === Capacity ===
+
+    @property
+    def has_default_capacity(self):
+        """Bool, whether tokens choose, and the settings of the capacity are not set."""
+        policy = self.capacity_policy
+        return self.assignment.has_rows and policy == type(policy)()
 
     @property
     def choices_per_token(self):
@@ -439,13 +449,3 @@ def _warn_of_losses_left_out(distiller):
 
 
 before_compiling_distillers(_warn_of_losses_left_out)
-
-
-def dropless_setting(router):
-    """Return the setting without a capacity, and one that keeps every token in slots.
-
-    Both for messages, such as `capacity_factor=None` and `capacity_factor=4`.
-    """
-    name = "capacity_factor" if router.num_rows(1, True) else "eval_capacity_factor"
-    factor = router.num_experts / router.choices_per_token
-    return f"{name}={getattr(router, name)!r}", f"{name}={factor:g}"

@@ -40,6 +40,9 @@ ROUTERS = {
     "batch priority": lambda: routers.SoftmaxTokenChoiceRouter(
         4, priority="max", capacity_factor=0.5
     ),
+    "predictions without a capacity": lambda: routers.SoftmaxTokenChoiceRouter(
+        4, 2, eval_capacity_factor="dropless"
+    ),
     "Sinkhorn token choice": lambda: routers.SinkhornTokenChoiceRouter(4),
     "expert choice": lambda: routers.SoftmaxExpertChoiceRouter(4),
     "Sinkhorn expert choice": lambda: routers.SinkhornExpertChoiceRouter(4),
@@ -53,7 +56,12 @@ ROUTERS = {
 # A short run: formats of TensorFlow, and routers with operations that others
 # lack. The file of PyTorch and those of other processes are in the tests below.
 SHORT = {
-    "tensorflow": [("Sinkhorn expert choice", "onnx"), ("batch priority", "litert")]
+    "tensorflow": [
+        ("Sinkhorn expert choice", "onnx"),
+        ("batch priority", "litert"),
+        ("predictions without a capacity", "tf_saved_model"),
+    ],
+    "torch": [("predictions without a capacity", "torch")],
 }.get(BACKEND, [])
 WHERE_WRITTEN = skips.only_on("tensorflow", "torch", because="one file")
 WHERE_ONNX_IS_WRITTEN = skips.only_on("tensorflow", because="one file")
@@ -135,6 +143,7 @@ def export_all(models_and_files, folder):
         export_file.run_jobs(jobs, backend)
 
 
+@pytest.mark.filterwarnings("ignore:.*predicts without a capacity")
 def test_every_router_and_every_format(tmp_path, pytestconfig):
     """Outputs of the files for one image, an open group and several groups."""
     complete = pytestconfig.getoption("--all-exports")

@@ -6,6 +6,7 @@ import pytest
 
 import keras_softmoe as ksm
 from keras_softmoe import layers, ops, routers
+from keras_softmoe.exporting.export import checked_job
 from keras_softmoe.ops.grouped import grouped_affine
 from tests.skips import only_on
 from tests.support import tiny, twins
@@ -133,12 +134,11 @@ def test_what_observers_see():
     routing, summary = decision
     assert isinstance(routing, ops.ChoiceRouting)
     load = to_numpy(summary["load"])
-    assert load.shape == (3, NUM_EXPERTS)
-    np.testing.assert_array_equal(load.sum(-1), [24, 24, 12])
+    # Predictions are in groups of one image.
+    assert load.shape == (5, NUM_EXPERTS)
+    np.testing.assert_array_equal(load.sum(-1), 5 * [12])
     assert not to_numpy(summary["dropped"]).any()
-    # The last image is alone in its group: the rest is padding.
-    assert not to_numpy(routing.kept)[2, NUM_TOKENS:].any()
-    np.testing.assert_array_equal(to_numpy(routing.count).sum(), 3 * 12 * 2)
+    np.testing.assert_array_equal(to_numpy(routing.count).sum(), 5 * 12)
 
 
 @pytest.mark.parametrize(
@@ -261,17 +261,26 @@ def test_a_distribution_refuses_whole_images(monkeypatch):
         layer(normal(SHAPE))
 
 
-def test_a_file_refuses_it(tmp_path):
-    router = routers.SoftmaxTokenChoiceRouter(NUM_EXPERTS)
-    backbone = ksm.models.ViTMoEBackbone(**tiny.SIZES, moe_layers=(1,), router=router)
-    for settings in ({"eval_capacity_factor": "dropless"}, {"capacity_factor": None}):
-        backbone.set_routing(**settings)
-        outputs = backbone(np.zeros((2, 8, 8, 3), "float32"))
-        assert outputs["pooled_output"].shape == (2, 8)
-        (name,) = settings
-        with pytest.raises(ValueError, match=rf"set_routing\({name}=4\)"):
-            backbone.export(str(tmp_path / "file"))
-        backbone.set_routing(eval_capacity_factor=None)
+def test_a_file_computes_all_tokens(tmp_path):
+    """Files, which have fixed shapes, are told what that costs."""
+    backbone = ksm.models.ViTMoEBackbone(
+        **tiny.SIZES, moe_layers=(1,), router=routers.SoftmaxTokenChoiceRouter(4)
+    )
+    with pytest.warns(UserWarning, match="4 times the compute"):
+        checked_job(backbone, tmp_path / "file", "tf_saved_model")
+    backbone.set_routing(eval_capacity_factor=2.0, group_images=1)
+    checked_job(backbone, tmp_path / "file", "tf_saved_model")
+
+
+def test_the_same_predictions_on_several_devices(monkeypatch):
+    router = routers.SoftmaxTokenChoiceRouter(
+        NUM_EXPERTS, 2, capacity_factor=0.5, eval_capacity_factor="dropless"
+    )
+    layer, x = build(router=router), normal(SHAPE)
+    found = outputs(layer, x)
+    for room in ("layers.moe", "routers.sparse"):
+        monkeypatch.setattr(f"keras_softmoe.{room}.is_distributed", lambda: True)
+    assert_near(outputs(layer, x), found, atol=1e-6)
 
 
 # Of what PyTorch does where its graph breaks
