@@ -52,10 +52,11 @@ class Icons:
             rows, labels = rows[known], labels[known]
         return rows, labels
 
-    def whole(self, split):
-        """Return all pictures of a split as they are drawn, and their labels."""
+    def some(self, split, count=None):
+        """Return some or all pictures of a split as they are drawn, and labels."""
         rows, labels = self.rows(split)
-        return three_channels(self.bank.pictures[rows]), labels
+        chosen = np.random.default_rng(0).permutation(len(rows))[:count]
+        return three_channels(self.bank.pictures[rows[chosen]]), labels[chosen]
 
 
 def distort(pictures, rng):

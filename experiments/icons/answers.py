@@ -1,0 +1,147 @@
+"""Tables and a figure of the study on icons: the questions of `PLAN.md`."""
+
+from pathlib import Path
+
+import numpy as np
+
+from experiments.icons.study import MODELS
+from experiments.lib.comparisons import corrected, difference
+from keras_softmoe.drawing import (
+    as_percentages,
+    label_axes,
+    labelled,
+    legend_beside,
+    line_styles,
+    panel_grid,
+    plain_axes,
+)
+from keras_softmoe.files import atomic_file
+
+# A corrected p under it answers.
+LEVEL = 0.05
+QUESTIONS = {
+    "a": (
+        "Is learned routing better than random routing, and than fixed routing?",
+        [("vmoe", "random"), ("vmoe", "position")],
+    ),
+    "b": (
+        "Are mixtures better than dense at equal FLOP?",
+        [("vmoe", "dense"), ("soft", "dense"), ("expert", "dense")],
+    ),
+    "c": ("And at equal seconds?", [("vmoe", "longer")]),
+    "d": (
+        "How much of the gain of width do they bring?",
+        [("wide", "dense"), ("vmoe", "wide")],
+    ),
+    "e": ("Are more experts better?", [("vmoe", "vmoe_4"), ("vmoe_64", "vmoe")]),
+}
+
+
+def differences(results):
+    """The `Difference` of each pair that the plan names, corrected together.
+
+    Args:
+        results: dict from models to lists of results with their seeds.
+
+    Returns:
+        dict from pairs of models to `Difference`, in points; those of which no seed has
+        both models are left out.
+    """
+    found = {}
+    for pair in (pair for _, pairs in QUESTIONS.values() for pair in pairs):
+        left, right = (
+            {row["seed"]: row["accuracy"] for row in results.get(name, ())}
+            for name in pair
+        )
+        both = sorted(left.keys() & right.keys())
+        if both:
+            gains = [100 * (left[seed] - right[seed]) for seed in both]
+            found[pair] = difference(" less ".join(pair), gains)
+    return dict(zip(found, corrected(list(found.values())), strict=True))
+
+
+def questions_table(results):
+    """Each question with its differences, in Markdown."""
+    found = differences(results)
+    lines = ["| | difference | 95 % | seeds | p, corrected | answer |"]
+    lines.append("|---|---|---|---|---|---|")
+    for letter, (text, pairs) in QUESTIONS.items():
+        lines.append(f"| **({letter})** | **{text}** |  |  |  |  |")
+        for pair in pairs:
+            names = " less ".join(f'"{MODELS[name].title}"' for name in pair)
+            if pair not in found:
+                lines.append(f"|  | {names} | not measured |  |  |  |")
+                continue
+            of = found[pair]
+            answer = "yes" if of.mean > 0 else "no"
+            answer = answer if of.adjusted_p < LEVEL else "open"
+            interval = f"{of.mean:+.1f} ± {of.margin:.1f} points"
+            cells = (names, interval, of.seeds, f"{of.adjusted_p:.2g}", answer)
+            lines.append("|  | " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
+def models_table(results):
+    """What each model has reached, in Markdown.
+
+    Seconds are of the whole training, on machines that may have done other work; steps
+    and seconds "to dense" are those after which the mean curve of a model is where the
+    curve of the dense model ends.
+    """
+    lines = [
+        "| model | parameters | accuracy, % | known styles, % | dropped | seconds "
+        "| share of steps to dense | of seconds |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    end, dense_seconds = None, None
+    for key, rows in results.items():
+        curve = np.mean([[x["accuracy"] for x in row["curve"]] for row in rows], 0)
+        seconds = np.mean([row["seconds"] for row in rows])
+        if key == "dense":
+            end, dense_seconds = curve[-1], seconds
+        reached = np.flatnonzero(curve >= end) if end is not None else []
+        part = (reached[0] + 1) / len(curve) if len(reached) else None
+        values = [100 * row["accuracy"] for row in rows]
+        spread = np.std(values, ddof=1) if len(values) > 1 else 0.0
+        drops = [np.mean(row["dropped"]) for row in rows if row.get("dropped")]
+        cells = (
+            MODELS[key].title,
+            f"{rows[0]['parameters']:,}",
+            f"{np.mean(values):.1f} ± {spread:.1f}",
+            f"{100 * np.mean([row['trained_styles'] for row in rows]):.1f}",
+            f"{100 * np.mean(drops):.0f} %" if drops else "",
+            f"{seconds:.0f}",
+            "" if part is None else f"{part:.2f}",
+            "" if part is None else f"{part * seconds / dense_seconds:.2f}",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def curves(results):
+    """Figure of the accuracy over the part of the steps, and over seconds."""
+    figure, axes = panel_grid(2, 3.4, 3.2, sharey=True)
+    for (key, rows), style in zip(results.items(), line_styles(results), strict=True):
+        curve = np.mean([[x["accuracy"] for x in row["curve"]] for row in rows], 0)
+        part = np.arange(1, len(curve) + 1) / len(curve)
+        seconds = np.mean([row["seconds"] for row in rows])
+        axes[0].plot(part, curve, label=MODELS[key].title, **style)
+        axes[1].plot(part * seconds, curve, **style)
+    for axis, label in zip(axes, ("part of the steps", "seconds"), strict=True):
+        plain_axes(axis)
+        as_percentages(axis.yaxis)
+        label_axes(axis, label)
+    label_axes(axes[0], y="accuracy, styles held out")
+    legend_beside(figure, labelled(axes[0]))
+    return figure
+
+
+def write_answers(found, directory):
+    """Write `answers.md` and `curves.png` to a directory, and print the tables."""
+    results = found["models"]
+    text = "\n\n".join([questions_table(results), models_table(results)]) + "\n"
+    with atomic_file(Path(directory, "answers.md")) as aside:
+        Path(aside).write_text(text, encoding="utf-8")
+    with atomic_file(Path(directory, "curves.png")) as aside:
+        curves(results).savefig(aside, dpi=120, format="png")
+    print(text)

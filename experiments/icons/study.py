@@ -1,0 +1,280 @@
+"""The study on icons: train what is missing, or answer the questions of `PLAN.md`.
+
+    python -m experiments.icons.study --bracket      # dense models alone, for the plan
+    python -m experiments.icons.study                # all trainings that are missing
+    python -m experiments.icons.study --only dense vmoe --seeds 60
+    python -m experiments.icons.study --answers      # tables and a figure
+
+Trainings are resumable: each is a file of results in `build/icons/study`, and the
+running one is backed up after each epoch. `--scale full` is for an accelerator. Each
+call writes all that is finished to `experiments/icons/study_SCALE.json`.
+"""
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+import keras
+import numpy as np
+
+from experiments.icons import bank as icon_bank
+from experiments.icons.pictures import Icons
+from experiments.lib.runs import (
+    RESULTS,
+    Run,
+    adamw,
+    batches_of,
+    check_before,
+    finish,
+    processor,
+    read_json,
+    result_file,
+    router_config,
+    write_json,
+)
+from keras_softmoe import models, routers
+
+BANK = Path("build", "icons", "bank.npz")
+WORK = Path("build", "icons", "study")
+HERE = Path(__file__).parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """What all models have in common.
+
+    Attributes:
+        patch_size, hidden_dim, num_layers, num_heads: int, of `ViTMoEBackbone`.
+        batch_size: int. Divides, or is a multiple of, a block of pictures.
+        steps: int.
+        learning_rate: float, the peak.
+        longer: float, seconds of a step of `vmoe` over those of `dense`.
+        seeds: tuple of int.
+        epochs: int, parts of a training, after each of which accuracy is measured.
+        concepts: int or `None`, so many of the trained concepts.
+        watched: int, icons of each point of a curve.
+    """
+
+    patch_size: int
+    hidden_dim: int
+    num_layers: int
+    num_heads: int
+    batch_size: int
+    steps: int
+    learning_rate: float
+    longer: float
+    seeds: tuple
+    epochs: int = 16
+    concepts: int | None = None
+    watched: int = 2048
+
+
+SCALES = {
+    "small": Scale(8, 64, 4, 2, 128, 4000, 2e-3, 1.25, (60, 61, 62)),
+    "full": Scale(4, 128, 6, 4, 1024, 8000, 1e-3, 1.25, (60, 61, 62, 63, 64)),
+    "smoke": Scale(16, 16, 2, 2, 128, 4, 2e-3, 1.5, (0, 1), 2, 30, 64),
+}
+BRACKET_SEED, RATES, LENGTHS = 1060, (1e-3, 2e-3, 4e-3), (2000, 4000, 8000)
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model of the study: its title, its router, and the width of its MLPs."""
+
+    title: str
+    router: object = None
+    ratio: int = 4
+    is_longer: bool = False
+
+
+def _tokens(scale):
+    return (32 // scale.patch_size) ** 2
+
+
+def _token_choice(num_experts=16, **settings):
+    return lambda scale: routers.SoftmaxTokenChoiceRouter(num_experts, **settings)
+
+
+MODELS = {
+    "dense": Model("Dense"),
+    "wide": Model("Dense, MLPs four times as wide", ratio=16),
+    "longer": Model("Dense, as many seconds as the V-MoE", is_longer=True),
+    "vmoe": Model("V-MoE, 16 experts", _token_choice()),
+    "vmoe_4": Model("V-MoE, 4 experts", _token_choice(4)),
+    "vmoe_64": Model("V-MoE, 64 experts", _token_choice(64)),
+    "soft": Model(
+        "Soft MoE, 16 experts",
+        lambda scale: routers.SoftRouter(
+            16, _tokens(scale) // 16 or 1, initial_scale="unit_variance"
+        ),
+    ),
+    "expert": Model(
+        "Expert choice, 16 experts", lambda scale: routers.SoftmaxExpertChoiceRouter(16)
+    ),
+    "random": Model(
+        "V-MoE, random logits", _token_choice(random_logits=True, trainable=False)
+    ),
+    "position": Model(
+        "Fixed by position", lambda scale: routers.IdentityRouter(_tokens(scale))
+    ),
+}
+
+
+def build(scale, model, num_classes):
+    """A classifier with new weights, not compiled."""
+    router = model.router and model.router(scale)
+    every_second = models.moe_blocks(scale.num_layers, every=2)
+    backbone = models.ViTMoEBackbone(
+        (32, 32, 3),
+        scale.patch_size,
+        scale.num_layers,
+        scale.num_heads,
+        scale.hidden_dim,
+        model.ratio * scale.hidden_dim,
+        moe_layers=every_second if router else (),
+        router=router,
+        pooling="gap",
+        position_embedding="sincos2d",
+    )
+    converter = models.ViTMoEImageConverter(image_size=(32, 32))
+    return models.ViTMoEImageClassifier(
+        backbone,
+        num_classes,
+        preprocessor=models.ViTMoEImageClassifierPreprocessor(converter),
+        compile=False,
+    )
+
+
+def training(scale, icons, key, seed):
+    """The `Run` of a model with a seed; results are the accuracies in both styles."""
+    model = MODELS[key]
+    epochs = round(scale.epochs * (scale.longer if model.is_longer else 1))
+    steps_per_epoch = scale.steps // scale.epochs
+    steps = epochs * steps_per_epoch
+
+    def build_and_compile():
+        classifier = build(scale, model, icons.num_classes)
+        optimizer = adamw(scale.learning_rate, steps, steps // 10, 0.05, clip_norm=1.0)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        classifier.compile(optimizer, loss=loss)
+        return classifier
+
+    def draw(epoch):
+        size = scale.batch_size
+        blocks = icons.batches(seed, epoch * -(-steps_per_epoch * size // icons.block))
+        while True:
+            count = -(-size // icons.block)
+            images, labels = zip(*(next(blocks) for _ in range(count)), strict=True)
+            yield from batches_of(np.concatenate(images), np.concatenate(labels), size)
+
+    def measure(classifier):
+        known = icons.some("train", scale.watched)
+        found = {
+            "accuracy": accuracy(classifier, *icons.some("held_out_styles")),
+            "trained_styles": accuracy(classifier, *known),
+            "parameters": classifier.count_params(),
+        }
+        if classifier.routers and "random" not in key:
+            found["dropped"] = dropped(classifier, known[0][:256])
+        return found
+
+    def watch(classifier):
+        watched = icons.some("held_out_styles", scale.watched)
+        return {"accuracy": accuracy(classifier, *watched)}
+
+    router = router_config(model.router and model.router(scale))
+    return Run(
+        f"{key}_{steps}_{scale.learning_rate:g}_{seed}",
+        seed,
+        build_and_compile,
+        draw,
+        epochs,
+        steps_per_epoch,
+        measure,
+        watch=watch,
+        settings={**dataclasses.asdict(scale), "router": router, "ratio": model.ratio},
+    )
+
+
+def accuracy(classifier, images, labels):
+    """Share of the images that are put into their class, a float; 0 with NaN."""
+    logits = classifier.predict(images, batch_size=256, verbose=0)
+    right = np.argmax(logits, axis=-1) == labels
+    return float(np.mean(right & np.isfinite(logits).all(-1)))
+
+
+def dropped(classifier, images):
+    """The share of tokens that each block drops in training, a list."""
+    blocks = {id(router): block for block, router in classifier.routers.items()}
+    batch = keras.ops.convert_to_tensor(classifier.preprocessor(images))
+    with routers.record(lambda router: blocks.get(id(router))) as decisions:
+        classifier(batch, training=True)
+    found = (decision.summary.get("dropped") for decision in decisions.values())
+    return [
+        float(np.mean(keras.ops.convert_to_numpy(x))) for x in found if x is not None
+    ]
+
+
+def bracket(scale, icons):
+    """Train dense models alone, and return accuracies by model, steps and rate."""
+    for steps in LENGTHS:
+        for rate in RATES:
+            tried = dataclasses.replace(scale, steps=steps, learning_rate=rate)
+            for key in ("dense", "wide"):
+                run = training(tried, icons, key, BRACKET_SEED)
+                yield run.name, finish(run, WORK / "bracket", verbose=2)
+
+
+def gather(scale, icons, directory=WORK):
+    """All that is finished: dict from models to lists of results with their seeds."""
+    found = {}
+    for key in MODELS:
+        for seed in scale.seeds:
+            file = result_file(directory, training(scale, icons, key, seed).name)
+            if file.exists():
+                kept = read_json(file, RESULTS)
+                seconds = kept["times"]["training_seconds"]
+                row = {"seed": seed, "seconds": seconds, **kept["results"]}
+                found.setdefault(key, []).append(row)
+    return found
+
+
+def main(arguments=None):
+    """Train what is missing, or answer."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--scale", choices=SCALES, default="small")
+    parser.add_argument("--only", nargs="+", choices=MODELS, default=tuple(MODELS))
+    parser.add_argument("--seeds", type=int, nargs="+")
+    parser.add_argument("--bracket", action="store_true", help="dense models alone")
+    parser.add_argument("--answers", action="store_true", help="tables and a figure")
+    parser.add_argument("--bank", type=Path, default=BANK)
+    parser.add_argument("--work", type=Path, default=WORK)
+    parser.add_argument("--output", type=Path, default=HERE)
+    chosen = parser.parse_args(arguments)
+    scale, file = SCALES[chosen.scale], chosen.output / f"study_{chosen.scale}.json"
+    if chosen.answers:
+        from experiments.icons.answers import write_answers
+
+        write_answers(read_json(file, ["models"]), chosen.output)
+        return
+    seeds = chosen.seeds or scale.seeds
+    check_before([chosen.work, chosen.output], seeds, scale.seeds)
+    icons = Icons(icon_bank.load(chosen.bank), scale.concepts)
+    if chosen.bracket:
+        found = {name: x["results"] for name, x in bracket(scale, icons)}
+        write_json(chosen.output / f"bracket_{chosen.scale}.json", found)
+        return
+    for seed in seeds:
+        for key in chosen.only:
+            run = training(scale, icons, key, seed)
+            print(run.name, flush=True)
+            print(finish(run, chosen.work, verbose=2)["results"]["accuracy"])
+            known = {"backend": keras.config.backend(), "machine": processor()}
+            found = gather(scale, icons, chosen.work)
+            write_json(file, {**known, "scale": chosen.scale, "models": found})
+
+
+if __name__ == "__main__":
+    main()

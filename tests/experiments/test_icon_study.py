@@ -1,0 +1,88 @@
+"""The study on icons: trainings, gathered results, and their answers."""
+
+import json
+
+import numpy as np
+
+from experiments.icons import answers, pictures, study
+from experiments.icons.bank import Bank, write
+
+
+def small_bank():
+    """30 concepts of 12 icons, a few of them held out."""
+    rng = np.random.default_rng(0)
+    label = np.repeat(np.arange(30), 12).astype("int32")
+    count, held_out = len(label), np.arange(30) >= 27
+    split = np.where(held_out[label], 2, np.arange(count) % 12 > 9).astype("int8")
+    zeros = np.zeros(count, "int32")
+    return Bank(
+        pictures=(rng.integers(0, 16, (count, 32, 32)) * 17).astype("uint8"),
+        label=label,
+        set=zeros,
+        family=zeros,
+        split=split,
+        caption_start=np.arange(count + 1, dtype="int32"),
+        caption=label,
+        concepts=np.array([f"concept {i}" for i in range(30)]),
+        held_out=held_out,
+        captions=np.array([f"name {i}" for i in range(30)]),
+        sets=np.array([["key", "name", "author", "MIT", ""]]),
+    )
+
+
+def test_blocks_follow_from_the_seed():
+    icons = pictures.Icons(small_bank(), concepts=20)
+    assert icons.num_classes == 20
+    one, two = icons.batches(3), icons.batches(3, start=1)
+    first, second = next(one), next(one)
+    np.testing.assert_array_equal(second[0], next(two)[0])
+    assert first[0].shape == (pictures.BLOCK, 32, 32, 3)
+    assert first[1].max() < 20 and (first[0] != second[0]).any()
+    other = next(icons.batches(4))
+    assert (first[0] != other[0]).any()
+
+
+def test_distortions_keep_what_is_drawn():
+    """Without noise, the ink of a square moves, but stays one square."""
+    square = np.zeros((256, 32, 32), "uint8")
+    square[:, 12:20, 12:20] = 255
+    found = pictures.distort(square, np.random.default_rng(0))[..., 0].astype("float32")
+    is_inverted = found[:, 0].mean(-1) > 128
+    assert 0.3 < is_inverted.mean() < 0.7
+    ink = np.where(is_inverted[:, None, None], 255 - found, found)
+    area = (ink > 60).sum((1, 2))
+    assert 20 < area.min() and area.max() < 200 and area.std() > 5
+
+
+def test_program(tmp_path, capsys):
+    write(small_bank(), tmp_path / "bank.npz")
+    places = [f"--{name}={tmp_path / name}" for name in ("work", "output")]
+    common = ["--scale", "smoke", f"--bank={tmp_path / 'bank.npz'}", *places]
+    study.main([*common, "--only", "dense", "vmoe", "random", "position"])
+    file = tmp_path / "output" / "study_smoke.json"
+    found = json.loads(file.read_text())["models"]
+    assert {key: len(rows) for key, rows in found.items()} == dict.fromkeys(
+        ("dense", "vmoe", "random", "position"), 2
+    )
+    row = found["vmoe"][0]
+    assert row["seed"] == 0 and len(row["curve"]) == 2 and len(row["dropped"]) == 1
+    before = file.stat().st_mtime_ns
+    study.main([*common, "--only", "dense"])
+    assert file.stat().st_mtime_ns >= before
+    capsys.readouterr()
+    study.main([*common, "--answers"])
+    assert "| **(a)** |" in capsys.readouterr().out
+    assert (tmp_path / "output" / "curves.png").stat().st_size > 5000
+
+
+def test_answers():
+    def rows(*values):
+        return [{"seed": seed, "accuracy": value} for seed, value in enumerate(values)]
+
+    found = answers.differences(
+        {"vmoe": rows(0.5, 0.52, 0.54), "random": rows(0.4, 0.42, 0.4401), "dense": []}
+    )
+    assert list(found) == [("vmoe", "random")]
+    assert abs(found["vmoe", "random"].mean - 10) < 0.01
+    table = answers.questions_table({"vmoe": rows(0.5, 0.52), "random": rows(0.6, 0.7)})
+    assert "open" in table and table.count("not measured") == 9
