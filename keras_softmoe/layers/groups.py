@@ -18,30 +18,31 @@ def as_sequence(inputs, mask):
     """Return tokens as one sequence per image, with zeros for padding.
 
     Args:
-        inputs: `(B, ..., D)` tensor.
+        inputs: `(B, ..., D)` tensor. Of shape `(B, D)` each row is a token.
         mask: `(B, ...)` bool tensor or `None`.
 
     Returns:
         `(B, S, D)` tokens and their `(B, S)` mask, or `None`.
     """
     shape = tuple(getattr(inputs, "shape", ()))
-    if len(shape) != 3 or None in shape[1:]:
+    if len(shape) != 3:
         check_tokens_shape(shape, any_rank=True)
-        inputs = reshape(inputs, (-1, math.prod(shape[1:-1]), shape[-1]))
+        num_tokens = math.prod(ops.shape(inputs)[1:-1])
+        inputs = reshape(inputs, (-1, num_tokens, shape[-1]))
     if mask is None:
         return inputs, None
     check_mask(mask, shape)
     mask = as_mask(mask)
-    if len(mask.shape) != 2:
-        mask = reshape(mask, (-1, math.prod(mask.shape[1:])))
+    if len(shape) != 3:
+        mask = reshape(mask, (-1, num_tokens))
     # Padding may hold NaN, which would enter the gradients of all weights.
     return zero_padding(inputs, mask), mask
 
 
 def check_tokens_shape(shape, any_rank=False):
-    """Raise unless a shape is `(batch, tokens, width)` with known tokens and width.
+    """Raise unless a shape is `(batch, tokens, width)` with a known width.
 
-    With `any_rank` there may be several axes of tokens, which must all be known.
+    With `any_rank` there may be no axis of tokens, or several.
     """
     axes = "(batch, ..., width)" if any_rank else "(batch, tokens, width)"
     if isinstance(shape, dict) or not shape:
@@ -49,17 +50,17 @@ def check_tokens_shape(shape, any_rank=False):
             f"Tokens are a tensor of shape {axes}. Received: shape={shape}. "
             "Concatenate tokens of several modalities along the second axis."
         )
-    if len(shape) < 3 or (len(shape) > 3 and not any_rank):
+    if len(shape) < 2 or (len(shape) != 3 and not any_rank):
         raise ValueError(
             f"Tokens have a shape {axes}. Received: shape={tuple(shape)}, with "
             f"{len(shape)} axes. Add the axis of the batch to the tokens of one "
             "example: `tokens[None]`."
         )
-    if None in tuple(shape[1:]):
+    if shape[-1] is None or (None in shape[1:] and not any_rank):
+        known = "the width is" if any_rank else "all but the first are"
         raise ValueError(
-            f"Tokens have a shape {axes}, of which all but the first are known "
-            f"beforehand. Received: shape={tuple(shape)}. Give `keras.Input` all sizes "
-            "but the batch's."
+            f"Tokens have a shape {axes}, of which {known} known beforehand. "
+            f"Received: shape={tuple(shape)}. Give it to `keras.Input`."
         )
 
 
@@ -105,7 +106,7 @@ def group(inputs, mask, group_images, num_experts):
             return tokens, None, None
         mask = reshape(mask, shape)
         return tokens, mask, _count(mask)
-    batch, (num_tokens, width) = ops.shape(inputs)[0], inputs.shape[1:]
+    batch, num_tokens, width = ops.shape(inputs)
     # In this order compilers infer that groups times images is the padded batch.
     groups = (batch + group_images - 1) // group_images
     padded = groups * group_images
@@ -137,8 +138,8 @@ def group(inputs, mask, group_images, num_experts):
 
 def ungroup(outputs, inputs):
     """Undo `group` for tensors like its inputs, and drop images that filled a group."""
-    outputs = reshape(outputs, (-1, *inputs.shape[1:]))
-    return outputs[: ops.shape(inputs)[0]]
+    batch, *shape = ops.shape(inputs)
+    return reshape(outputs, (-1, *shape))[:batch]
 
 
 def _shape_of_whole_batch(inputs, num_experts):

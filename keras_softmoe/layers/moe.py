@@ -55,8 +55,10 @@ class MoE(Layer):
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Call arguments:
-        - `inputs`: `(B, S, D)` float tensor, or `(B, ..., D)` with several axes of
-            tokens.
+        - `inputs`: `(B, S, D)` float tensor, `(B, ..., D)` with several axes of tokens,
+            or `(B, D)` whose rows are tokens, in groups of `group_images` rows. Sizes
+            but `D` may be unknown beforehand; graphs of TensorFlow then need a router
+            that is soft or has no capacity.
         - `mask`: optional bool tensor of that shape without `D`; `False` for padding.
           The other tokens are routed as if masked ones were absent; those get zeros.
         - `modalities`: for a `LIMoERouter`, pairs of a modality and its number of
@@ -171,8 +173,19 @@ class MoE(Layer):
     def build(self, inputs_shape):
         groups.check_tokens_shape(inputs_shape, any_rank=True)
         # How many tokens of one image are routed, for `check_group_images`
-        self.num_tokens = 1 if self.routes_images else math.prod(inputs_shape[1:-1])
-        group_tokens = self.group_images and self.group_images * self.num_tokens
+        is_row = len(inputs_shape) == 2 and self.group_images == 1
+        if is_row and not self.router.num_rows(1):
+            raise ValueError(
+                "Tokens have a shape (batch, ..., width). Received: shape="
+                f"{tuple(inputs_shape)}, with 2 axes, and group_images=1: each row "
+                "alone. Pass the number of rows that are routed together to `MoE` as "
+                "`group_images`; for one example, pass `tokens[None]`."
+            )
+        of_image = () if self.routes_images else inputs_shape[1:-1]
+        self.num_tokens = None if None in of_image else math.prod(of_image)
+        group_tokens = None
+        if self.group_images and self.num_tokens:
+            group_tokens = self.group_images * self.num_tokens
         if is_distributed():
             self._check_placement()
         width, num_experts = inputs_shape[-1], self.router.num_experts
@@ -206,7 +219,7 @@ class MoE(Layer):
                 cannot route groups of that many tokens.
         """
         _check_group_count(group_images)
-        if self.built and group_images is not None:
+        if self.built and group_images is not None and self.num_tokens:
             (router or self.router).check_group(group_images * self.num_tokens)
 
     def _check_placement(self):
@@ -251,14 +264,15 @@ class MoE(Layer):
         # 6. Combine: (G, E, C, D) -> (G, S, D), the sums of outputs times gates
         if self.dispatch_dtype:
             slots = self._rounded(slots)
-        outputs = combine(slots, routing, tokens.shape[1], sharded)
+        num_tokens = tokens.shape[1] or ops.shape(tokens)[1]
+        outputs = combine(slots, routing, num_tokens, sharded)
         # 7. Images again: (G, S, D) -> (B, S, D), without those that filled a group
         if group_images != 1:
             outputs = groups.ungroup(outputs, x)
         # 8. The shared expert computes every token.
         if self.shared_mlp is not None:
             outputs = outputs + zero_padding(self.shared_mlp(x), mask)
-        return reshape(outputs, (-1, *inputs.shape[1:]))
+        return reshape(outputs, (-1, *ops.shape(inputs)[1:]))
 
     def _route(self, tokens, valid, counts, training, modalities=()):
         """Return the routing for the dispatcher, and arguments of the experts.
@@ -266,6 +280,8 @@ class MoE(Layer):
         The arguments are the numbers of rows of each expert, if rows are sorted.
         """
         router, num_tokens = self.router, tokens.shape[1]
+        if num_tokens is None:
+            num_tokens = self._open_length(tokens, training)
         known = {}
         if router.knows_modalities:
             known["modalities"] = modalities
@@ -290,6 +306,19 @@ class MoE(Layer):
                 # A slot for each token in every expert
                 routing = SlotRouting(*to_slots(routing, num_tokens))
         return routing, {}
+
+    def _open_length(self, tokens, training):
+        """Return the tokens of a group, which a graph of TensorFlow does not know."""
+        router = self.router
+        if not (router.mixes_tokens or router.num_rows(1, bool(training))):
+            raise ValueError(
+                f"`{type(router).__name__}` needs a known number of tokens on "
+                "TensorFlow, which compiles one program for all lengths. Received: "
+                f"tokens of shape {tokens.shape}. Give `keras.Input` all sizes, pad "
+                "sequences and mask them, set `capacity_factor=None`, or call "
+                "`compile(run_eagerly=True)`."
+            )
+        return ops.shape(tokens)[1]
 
     def _rounded(self, x):
         if keras.backend.backend() == "jax":

@@ -187,7 +187,7 @@ def dispatch(tokens: Tensor, routing: Routing, sharded: bool = False) -> Tensor:
         num_choices = routing.expert.shape[-1]
         return _reorder(rows, routing.order, routing.row, num_choices)
     if isinstance(routing, DenseRouting):
-        _, num_tokens, num_experts, capacity = routing.dispatch.shape
+        _, num_tokens, num_experts, capacity = ops.shape(routing.dispatch)
         # (G, S, E * C)
         weights = ops.cast(routing.dispatch, tokens.dtype)
         weights = reshape(weights, (-1, num_tokens, num_experts * capacity))

@@ -152,7 +152,7 @@ class SoftRouter(Router):
         self.mu.assign(np.reshape(mu, self.mu.shape))
 
     def call(self, tokens, valid=None, training=False):
-        summary, num_tokens = {}, tokens.shape[1]
+        summary, num_tokens = {}, tokens.shape[1] or ops.shape(tokens)[1]
         slots = (self.num_experts, self.slots_per_expert)
         logits = None
         if self._learns:

@@ -97,9 +97,9 @@ FAULTS = (
     Fault(
         "padding gets the outputs of the shared expert",
         "            outputs = outputs + zero_padding(self.shared_mlp(x), mask)\n"
-        "        return reshape(outputs, (-1, *inputs.shape[1:]))\n\n    def _route",
+        "        return reshape(outputs, (-1, *ops.shape(inputs)[1:]))\n\n    def _rou",
         "            outputs = outputs + self.shared_mlp(x)\n"
-        "        return reshape(outputs, (-1, *inputs.shape[1:]))\n\n    def _route",
+        "        return reshape(outputs, (-1, *ops.shape(inputs)[1:]))\n\n    def _rou",
         ANY,
     ),
     Fault(

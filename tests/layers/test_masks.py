@@ -341,5 +341,5 @@ def test_tokens_without_an_axis():
                 layer(tokens)
             with pytest.raises(ValueError, match=r"\(groups.*Received: .*\(16, 64\)"):
                 router(tokens)
-    with pytest.raises(ValueError, match="known beforehand.*keras.Input"):
-        layers.SoftMoE(2, mlp_dim=4)(keras.Input((None, 7, 4)))
+    with pytest.raises(ValueError, match="width is known beforehand.*keras.Input"):
+        layers.SoftMoE(2, mlp_dim=4)(keras.Input((7, None)))

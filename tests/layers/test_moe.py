@@ -204,7 +204,7 @@ def test_bad_argument(arguments, message):
         layers.MoE(**{"router": ROUTERS["soft"], "mlp_dim": MLP_DIM, **arguments})
 
 
-@pytest.mark.parametrize("shape", [(2, 8), (2, 3, None, 8), (2, None, 8), (2, 4, None)])
+@pytest.mark.parametrize("shape", [(2, 8), (2,), (2, 4, None)])
 @pytest.mark.parametrize(
     "layer",
     [
