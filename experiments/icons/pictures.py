@@ -1,110 +1,114 @@
-"""Icons, each distorted anew: batches that follow from a seed."""
-
-import math
+"""Icons as they are trained on: moved, turned, of other contrast, on light and dark."""
 
 import numpy as np
 
-# Pictures are drawn in blocks, one random stream each. Part of what a seed means.
-BLOCK = 128
-# Ranges of the distortions: scale (of each axis, exponent of e), angle and shear
-# (radians), shift (pixels), contrast, noise
-SCALE, ANGLE, SHEAR, SHIFT, CONTRAST, NOISE = 0.2, 0.25, 0.2, 3.0, 0.5, 0.05
+from experiments.icons.sources import SIZE
+
+# Of random distortions: degrees, factors and pixels.
+_DEGREES, _SHEAR, _SMALLEST, _LARGEST, _SHIFT = 12.0, 0.15, 0.75, 1.2, 3.0
+# The grey of the ground, and the least difference of the ink from it.
+_GROUND, _LEAST_CONTRAST = 100, 110
 
 
 class Icons:
-    """Pictures of the icons of a bank.
+    """Batches of one training, which follow from the seed, the epoch and the step.
 
     Args:
-        bank: `bank.Bank`.
-        concepts: int or `None`, so many of the trained concepts, the first ones.
+        bank: `Bank`.
+        seed: int.
+        batch_size: int.
     """
 
-    block = BLOCK
+    def __init__(self, bank, seed, batch_size):
+        self.bank, self.seed, self.batch_size = bank, seed, batch_size
+        self.rows, self.labels = bank.rows("train")
+        self.counts = np.bincount(self.labels)
+        order = np.argsort(self.labels, kind="stable")
+        # The training icons of each concept
+        self.of_concept = np.split(self.rows[order], np.cumsum(self.counts)[:-1])
 
-    def __init__(self, bank, concepts=None):
-        self.bank = bank
-        self.num_classes = min(concepts or bank.num_concepts, bank.num_concepts)
+    @property
+    def steps_per_epoch(self):
+        """Number of batches with as many icons as there are, a last one left out."""
+        return len(self.rows) // self.batch_size
 
-    def batches(self, seed, start=0):
-        """Draw pictures of the split `"train"` without end.
+    def labelled(self, epoch):
+        """Iterator over batches of pictures and labels, each icon once."""
+        order = np.random.default_rng((self.seed, epoch)).permutation(len(self.rows))
+        for step in range(self.steps_per_epoch):
+            random = np.random.default_rng((self.seed, epoch, step))
+            chosen = order[step * self.batch_size :][: self.batch_size]
+            pictures = self.bank.pictures[self.rows[chosen]]
+            yield distorted(pictures, random), self.labels[chosen]
 
-        Args:
-            seed: int.
-            start: int, number of the first block.
+    def named(self, epoch):
+        """Iterator over batches of pictures and names, no two of one concept.
 
-        Returns:
-            iterator over `(BLOCK, 32, 32, 3)` uint8 images and `(BLOCK,)` int32 labels.
-            Block `n` depends on the seed and `n` alone.
+        Two names of a concept in a batch would be told apart. Concepts are drawn by
+        their number of icons.
         """
-        rows, labels = self.rows("train")
-        block = start
-        while True:
-            rng = np.random.default_rng((seed, block))
-            index = rng.integers(len(rows), size=BLOCK)
-            yield distort(self.bank.pictures[rows[index]], rng), labels[index]
-            block += 1
-
-    def rows(self, split):
-        """Return the rows of a split, and their labels, as `Bank.rows`."""
-        rows, labels = self.bank.rows(split)
-        if split != "held_out_concepts":
-            known = labels < self.num_classes
-            rows, labels = rows[known], labels[known]
-        return rows, labels
-
-    def some(self, split, count=None):
-        """Return some or all pictures of a split as they are drawn, and labels."""
-        rows, labels = self.rows(split)
-        chosen = np.random.default_rng(0).permutation(len(rows))[:count]
-        return three_channels(self.bank.pictures[rows[chosen]]), labels[chosen]
+        share = self.counts / self.counts.sum()
+        for step in range(self.steps_per_epoch):
+            random = np.random.default_rng((self.seed, epoch, step))
+            concepts = random.choice(
+                len(share), self.batch_size, replace=False, p=share
+            )
+            rows = [random.choice(self.of_concept[concept]) for concept in concepts]
+            names = [str(random.choice(self.bank.captions_of(row))) for row in rows]
+            yield distorted(self.bank.pictures[rows], random), np.array(names)
 
 
-def distort(pictures, rng):
-    """Move, turn, stretch and shear pictures, change contrast, invert half of them.
+def plain(pictures):
+    """Icons as sets show them: black on white, `(N, 32, 32, 3)` uint8."""
+    return np.repeat((255 - pictures)[..., None], 3, axis=-1)
+
+
+def distorted(pictures, random):
+    """Icons at random places, angles, sizes and contrasts, half of them inverted.
 
     Args:
         pictures: `(N, 32, 32)` uint8 array, ink bright.
-        rng: `np.random.Generator`.
+        random: `np.random.Generator`.
 
     Returns:
-        `(N, 32, 32, 3)` uint8 array.
+        `(N, 32, 32, 3)` uint8 array of greys.
     """
-    count, side = pictures.shape[:2]
+    count = len(pictures)
+    ink = _sampled(pictures, *_affine(count, random)) / 255
+    ground = random.uniform(255 - _GROUND, 255, (count, 1, 1))
+    black = ground - random.uniform(_LEAST_CONTRAST, 255, (count, 1, 1))
+    grey = np.clip(ground + (np.maximum(black, 0) - ground) * ink, 0, 255)
+    inverted = random.random((count, 1, 1)) < 0.5
+    grey = np.where(inverted, 255 - grey, grey).astype("uint8")
+    return np.repeat(grey[..., None], 3, axis=-1)
 
-    def uniform(reach):
-        return rng.uniform(-reach, reach, (count, 1, 1)).astype("float32")
 
-    axis = np.arange(side, dtype="float32") - (side - 1) / 2
-    y, x = axis[:, None], axis[None, :]
-    angle, shear = uniform(ANGLE), uniform(SHEAR)
+def _affine(count, random):
+    """Matrices `(count, 2, 2)` and shifts `(count, 2, 1)`, from places to places."""
+    angle = np.radians(random.uniform(-_DEGREES, _DEGREES, count))
+    # Of the picture; the places that are read lie closer if it grows.
+    scale = 1 / np.exp(random.uniform(np.log(_SMALLEST), np.log(_LARGEST), (2, count)))
+    shear = random.uniform(-_SHEAR, _SHEAR, count)
     cos, sin = np.cos(angle), np.sin(angle)
-    # Where in the icon each pixel of the picture lies, (N, 32, 32) each
-    u = (cos * x + sin * y) * np.exp(uniform(SCALE)) + shear * y + uniform(SHIFT)
-    v = (cos * y - sin * x) * np.exp(uniform(SCALE)) + uniform(SHIFT)
-    ink = _sampled(pictures, u + (side - 1) / 2, v + (side - 1) / 2)
-    ink *= rng.uniform(CONTRAST, 1, (count, 1, 1)).astype("float32")
-    ink += NOISE * 255 * rng.standard_normal(ink.shape, "float32")
-    ink = np.clip(ink, 0, 255)
-    inverted = rng.random((count, 1, 1)) < 0.5
-    return three_channels(np.where(inverted, 255 - ink, ink).astype("uint8"))
+    rows = np.array([[cos, shear * cos - sin], [sin, shear * sin + cos]])
+    matrices = np.moveaxis(rows, -1, 0) * scale.T[:, None]
+    return matrices, random.uniform(-_SHIFT, _SHIFT, (count, 2, 1))
 
 
-def three_channels(pictures):
-    """Return `(N, 32, 32, 3)` of `(N, 32, 32)` pictures."""
-    return np.repeat(pictures[..., None], 3, axis=-1)
-
-
-def _sampled(pictures, u, v):
-    """Bilinear samples at columns `u` and rows `v`; black outside."""
-    count, side = pictures.shape[:2]
-    # A black border of one pixel, on which all that lies outside is
-    padded = np.pad(pictures, ((0, 0), (1, 1), (1, 1)))
-    u, v = (np.clip(place + 1, 0, side + 1 - 1e-3) for place in (u, v))
-    left, top = u.astype("int32"), v.astype("int32")
-    a, b = u - left, v - top
-    flat = padded.reshape(-1)
-    start = np.arange(count, dtype="int32")[:, None, None] * math.prod(padded.shape[1:])
-    at = start + top * (side + 2) + left
-    upper = flat[at] * (1 - a) + flat[at + 1] * a
-    lower = flat[at + side + 2] * (1 - a) + flat[at + side + 3] * a
-    return upper * (1 - b) + lower * b
+def _sampled(pictures, matrices, shifts):
+    """Read pictures between their pixels, `(N, 32, 32)` float32; 0 outside."""
+    side = SIZE + 2
+    padded = np.pad(pictures, ((0, 0), (1, 1), (1, 1))).astype("float32")
+    axis = np.arange(SIZE) - (SIZE - 1) / 2
+    places = np.stack(np.meshgrid(axis, axis, indexing="ij")).reshape(2, -1)
+    # (N, 2, pixels), in pixels of the padded picture
+    places = (matrices @ places + shifts + (side - 1) / 2).astype("float32")
+    places = np.clip(places, 0, side - 1.001)
+    corner = places.astype("int32")
+    down, right = np.moveaxis(places - corner, 1, 0)
+    first = corner[:, 0] * side + corner[:, 1]
+    first += np.arange(len(pictures), dtype="int32")[:, None] * side**2
+    flat = padded.ravel()
+    above = flat[first] * (1 - right) + flat[first + 1] * right
+    below = flat[first + side] * (1 - right) + flat[first + side + 1] * right
+    return (above * (1 - down) + below * down).reshape(-1, SIZE, SIZE)

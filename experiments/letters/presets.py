@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import h5py
 import keras
 import numpy as np
 
@@ -29,6 +28,7 @@ from experiments.letters.pictures import IMAGE_SIZE, Letters
 from experiments.letters.trainings import training
 from experiments.lib.cards import (
     RECORDS,
+    in_half_precision,
     machine,
     measured,
     publish,
@@ -39,7 +39,6 @@ from experiments.lib.cards import (
 )
 from experiments.lib.runs import adamw, check_before, finish
 from keras_softmoe import datasets, evaluation, models, routers
-from keras_softmoe.files import atomic_file
 
 ROOT = Path(__file__).resolve().parents[2]
 PLACEMENT = "anywhere"
@@ -110,26 +109,6 @@ def with_public_router(classifier, scale, key):
     public = build(scale, model, classifier.num_classes)
     public.set_weights(classifier.get_weights())
     return public
-
-
-def in_half_precision(file):
-    """Rewrite a file of weights in float16, in half the space.
-
-    Keras reads them into variables of any dtype.
-    """
-    with atomic_file(file) as aside:
-        with h5py.File(file) as old, h5py.File(aside, "w") as new:
-            new.attrs.update(old.attrs)
-            old.visititems(partial(_copy_in_half, new))
-
-
-def _copy_in_half(new, name, item):
-    if isinstance(item, h5py.Dataset):
-        dtype = "float16" if item.dtype.kind == "f" else item.dtype
-        copied = new.create_dataset(name, data=item[()], dtype=dtype)
-    else:
-        copied = new.require_group(name)
-    copied.attrs.update(item.attrs)
 
 
 def measure(directory, letters, scale):

@@ -3,8 +3,10 @@
 import json
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 
+import h5py
 import keras
 import numpy as np
 
@@ -22,6 +24,7 @@ CARD = "README.md"
 # Data of the trainings by the last word of a preset's name, with names for hubs.
 _DATASETS = {
     "glyphs": "synthetic-glyphs",
+    "icons": "icons-of-open-sets",
     "letters": "synthetic-letters",
     "shapes": "synthetic-captioned-shapes",
 }
@@ -32,6 +35,7 @@ _PIPELINES = {
 # Names of the data in the metadata's accuracies: an identifier, and a name to read.
 _MEASURED_ON = {
     "glyphs": ("synthetic-glyphs", "synthetic glyphs, new images"),
+    "icons": ("icons-of-open-sets", "icons of open sets, never seen"),
     "letters": ("synthetic-letters", "synthetic letters, new images"),
     "digits": ("scikit-learn-digits", "handwritten digits of scikit-learn, one half"),
     "scenes": ("synthetic-captioned-shapes", "synthetic scenes of shapes, new images"),
@@ -248,6 +252,26 @@ def save_trained(task, directory, *, description, source, seed, accuracy):
         rows = "".join(f"- {name}: {value:.3f}\n" for name, value in accuracy.items())
         text = f"# {directory.name}\n\n{description} `{source}`, seed {seed}.\n\n"
         write_card(aside, directory.name, f"{text}Accuracy:\n\n{rows}")
+
+
+def in_half_precision(file):
+    """Rewrite a file of weights in float16, in half the space.
+
+    Keras reads them into variables of any dtype.
+    """
+    with atomic_file(file) as aside:
+        with h5py.File(file) as old, h5py.File(aside, "w") as new:
+            new.attrs.update(old.attrs)
+            old.visititems(partial(_copy_in_half, new))
+
+
+def _copy_in_half(new, name, item):
+    if isinstance(item, h5py.Dataset):
+        dtype = "float16" if item.dtype.kind == "f" else item.dtype
+        copied = new.create_dataset(name, data=item[()], dtype=dtype)
+    else:
+        copied = new.require_group(name)
+    copied.attrs.update(item.attrs)
 
 
 def publish(trainings, work, directory, records, describe):
