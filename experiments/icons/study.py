@@ -17,13 +17,13 @@ from pathlib import Path
 import keras
 import numpy as np
 
-from experiments.icons import bank as icon_bank
-from experiments.icons.pictures import Icons
+from experiments.icons import bank as banks
+from experiments.icons.pictures import Icons, plain
+from experiments.icons.presets import one_thread
 from experiments.lib.runs import (
     RESULTS,
     Run,
     adamw,
-    batches_of,
     check_before,
     finish,
     processor,
@@ -45,13 +45,11 @@ class Scale:
 
     Attributes:
         patch_size, hidden_dim, num_layers, num_heads: int, of `ViTMoEBackbone`.
-        batch_size: int. Divides, or is a multiple of, a block of pictures.
-        steps: int.
+        batch_size: int.
+        epochs: int, after each of which accuracy is measured. Each icon once.
         learning_rate: float, the peak.
         longer: float, seconds of a step of `vmoe` over those of `dense`.
         seeds: tuple of int.
-        epochs: int, parts of a training, after each of which accuracy is measured.
-        concepts: int or `None`, so many of the trained concepts.
         watched: int, icons of each point of a curve.
     """
 
@@ -60,21 +58,19 @@ class Scale:
     num_layers: int
     num_heads: int
     batch_size: int
-    steps: int
+    epochs: int
     learning_rate: float
     longer: float
     seeds: tuple
-    epochs: int = 16
-    concepts: int | None = None
     watched: int = 2048
 
 
 SCALES = {
-    "small": Scale(8, 64, 4, 2, 128, 4000, 2e-3, 1.25, (60, 61, 62)),
-    "full": Scale(4, 128, 6, 4, 1024, 8000, 1e-3, 1.25, (60, 61, 62, 63, 64)),
-    "smoke": Scale(16, 16, 2, 2, 128, 4, 2e-3, 1.5, (0, 1), 2, 30, 64),
+    "small": Scale(8, 64, 4, 2, 128, 10, 2e-3, 1.25, (60, 61, 62)),
+    "full": Scale(4, 128, 6, 4, 512, 100, 1e-3, 1.25, (60, 61, 62, 63, 64)),
+    "smoke": Scale(16, 16, 2, 2, 64, 2, 2e-3, 1.5, (0, 1), 64),
 }
-BRACKET_SEED, RATES, LENGTHS = 1060, (1e-3, 2e-3, 4e-3), (2000, 4000, 8000)
+BRACKET_SEED, RATES = 1060, (1e-3, 2e-3, 4e-3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,32 +141,24 @@ def build(scale, model, num_classes):
     )
 
 
-def training(scale, icons, key, seed):
+def training(scale, bank, key, seed):
     """The `Run` of a model with a seed; results are the accuracies in both styles."""
     model = MODELS[key]
+    icons = Icons(bank, seed, scale.batch_size)
     epochs = round(scale.epochs * (scale.longer if model.is_longer else 1))
-    steps_per_epoch = scale.steps // scale.epochs
-    steps = epochs * steps_per_epoch
+    steps = epochs * icons.steps_per_epoch
 
     def build_and_compile():
-        classifier = build(scale, model, icons.num_classes)
+        classifier = build(scale, model, bank.num_concepts)
         optimizer = adamw(scale.learning_rate, steps, steps // 10, 0.05, clip_norm=1.0)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         classifier.compile(optimizer, loss=loss)
         return classifier
 
-    def draw(epoch):
-        size = scale.batch_size
-        blocks = icons.batches(seed, epoch * -(-steps_per_epoch * size // icons.block))
-        while True:
-            count = -(-size // icons.block)
-            images, labels = zip(*(next(blocks) for _ in range(count)), strict=True)
-            yield from batches_of(np.concatenate(images), np.concatenate(labels), size)
-
     def measure(classifier):
-        known = icons.some("train", scale.watched)
+        known = some(bank, "train", scale.watched)
         found = {
-            "accuracy": accuracy(classifier, *icons.some("held_out_styles")),
+            "accuracy": accuracy(classifier, *some(bank, "held_out_styles")),
             "trained_styles": accuracy(classifier, *known),
             "parameters": classifier.count_params(),
         }
@@ -179,21 +167,28 @@ def training(scale, icons, key, seed):
         return found
 
     def watch(classifier):
-        watched = icons.some("held_out_styles", scale.watched)
+        watched = some(bank, "held_out_styles", scale.watched)
         return {"accuracy": accuracy(classifier, *watched)}
 
     router = router_config(model.router and model.router(scale))
     return Run(
-        f"{key}_{steps}_{scale.learning_rate:g}_{seed}",
+        f"{key}_{epochs}_{scale.learning_rate:g}_{seed}",
         seed,
         build_and_compile,
-        draw,
+        icons.labelled,
         epochs,
-        steps_per_epoch,
+        icons.steps_per_epoch,
         measure,
         watch=watch,
         settings={**dataclasses.asdict(scale), "router": router, "ratio": model.ratio},
     )
+
+
+def some(bank, split, count=None):
+    """Pictures of a split, all or some, and their labels."""
+    rows, labels = bank.rows(split)
+    chosen = np.random.default_rng(0).permutation(len(rows))[:count]
+    return plain(bank.pictures[rows[chosen]]), labels[chosen]
 
 
 def accuracy(classifier, images, labels):
@@ -215,22 +210,37 @@ def dropped(classifier, images):
     ]
 
 
-def bracket(scale, icons):
-    """Train dense models alone, and return accuracies by model, steps and rate."""
-    for steps in LENGTHS:
-        for rate in RATES:
-            tried = dataclasses.replace(scale, steps=steps, learning_rate=rate)
-            for key in ("dense", "wide"):
-                run = training(tried, icons, key, BRACKET_SEED)
-                yield run.name, finish(run, WORK / "bracket", verbose=2)
+def bracket(scale, bank, directory):
+    """Train dense models alone: yield the names of trainings, and their results.
+
+    First all rates for half the length; then the best of `dense` for the whole length,
+    and `dense` for twice that, which tells what time is worth.
+    """
+
+    def tried(key, part, rate):
+        epochs = round(part * scale.epochs)
+        changed = dataclasses.replace(scale, epochs=epochs, learning_rate=rate)
+        run = training(changed, bank, key, BRACKET_SEED)
+        return run.name, finish(run, directory, verbose=2)["results"]
+
+    reached = {}
+    for rate in RATES:
+        for key in ("dense", "wide"):
+            name, results = tried(key, 0.5, rate)
+            yield name, results
+            if key == "dense":
+                reached[rate] = results["accuracy"]
+    best = max(reached, key=reached.get)
+    for key, part in (("dense", 1), ("wide", 1), ("dense", 2)):
+        yield tried(key, part, best)
 
 
-def gather(scale, icons, directory=WORK):
+def gather(scale, bank, directory):
     """All that is finished: dict from models to lists of results with their seeds."""
     found = {}
     for key in MODELS:
         for seed in scale.seeds:
-            file = result_file(directory, training(scale, icons, key, seed).name)
+            file = result_file(directory, training(scale, bank, key, seed).name)
             if file.exists():
                 kept = read_json(file, RESULTS)
                 seconds = kept["times"]["training_seconds"]
@@ -261,18 +271,23 @@ def main(arguments=None):
         return
     seeds = chosen.seeds or scale.seeds
     check_before([chosen.work, chosen.output], seeds, scale.seeds)
-    icons = Icons(icon_bank.load(chosen.bank), scale.concepts)
+    bank = banks.load(chosen.bank)
+    if keras.config.backend() == "torch" and chosen.scale != "full":
+        one_thread()
     if chosen.bracket:
-        found = {name: x["results"] for name, x in bracket(scale, icons)}
-        write_json(chosen.output / f"bracket_{chosen.scale}.json", found)
+        found, file = {}, chosen.output / f"bracket_{chosen.scale}.json"
+        for name, results in bracket(scale, bank, chosen.work / "bracket"):
+            print(name, results["accuracy"], flush=True)
+            found[name] = results
+            write_json(file, found)
         return
     for seed in seeds:
         for key in chosen.only:
-            run = training(scale, icons, key, seed)
+            run = training(scale, bank, key, seed)
             print(run.name, flush=True)
             print(finish(run, chosen.work, verbose=2)["results"]["accuracy"])
             known = {"backend": keras.config.backend(), "machine": processor()}
-            found = gather(scale, icons, chosen.work)
+            found = gather(scale, bank, chosen.work)
             write_json(file, {**known, "scale": chosen.scale, "models": found})
 
 

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 
-from experiments.icons import answers, pictures, study
+from experiments.icons import answers, study
 from experiments.icons.bank import Bank, write
 
 
@@ -28,30 +28,6 @@ def small_bank():
         captions=np.array([f"name {i}" for i in range(30)]),
         sets=np.array([["key", "name", "author", "MIT", ""]]),
     )
-
-
-def test_blocks_follow_from_the_seed():
-    icons = pictures.Icons(small_bank(), concepts=20)
-    assert icons.num_classes == 20
-    one, two = icons.batches(3), icons.batches(3, start=1)
-    first, second = next(one), next(one)
-    np.testing.assert_array_equal(second[0], next(two)[0])
-    assert first[0].shape == (pictures.BLOCK, 32, 32, 3)
-    assert first[1].max() < 20 and (first[0] != second[0]).any()
-    other = next(icons.batches(4))
-    assert (first[0] != other[0]).any()
-
-
-def test_distortions_keep_what_is_drawn():
-    """Without noise, the ink of a square moves, but stays one square."""
-    square = np.zeros((256, 32, 32), "uint8")
-    square[:, 12:20, 12:20] = 255
-    found = pictures.distort(square, np.random.default_rng(0))[..., 0].astype("float32")
-    is_inverted = found[:, 0].mean(-1) > 128
-    assert 0.3 < is_inverted.mean() < 0.7
-    ink = np.where(is_inverted[:, None, None], 255 - found, found)
-    area = (ink > 60).sum((1, 2))
-    assert 20 < area.min() and area.max() < 200 and area.std() > 5
 
 
 def test_program(tmp_path, capsys):
