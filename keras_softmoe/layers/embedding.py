@@ -9,13 +9,9 @@ from numpy.typing import ArrayLike
 
 from keras_softmoe.checks import check_choice, check_whole_numbers, pair
 from keras_softmoe.keras_adapter.layers import Layer
+from keras_softmoe.ops import position
 from keras_softmoe.ops.kernels import patches, reshape
 from keras_softmoe.ops.numbers import Constant
-from keras_softmoe.ops.position import (
-    RESAMPLINGS,
-    resample_position_grid,
-    sincos_2d_table,
-)
 from keras_softmoe.types import Tensor
 
 POSITION_EMBEDDINGS = ("learned", "sincos2d", "none")
@@ -121,7 +117,7 @@ class PositionEmbedding(Layer):
         resampling: str = "bilinear",
         **kwargs,
     ):
-        check_choice("resampling", resampling, RESAMPLINGS)
+        check_choice("resampling", resampling, position.RESAMPLINGS)
         super().__init__(**kwargs)
         check_choice("kind", kind, POSITION_EMBEDDINGS[:2])
         self.grid = pair(grid, "grid")
@@ -139,7 +135,7 @@ class PositionEmbedding(Layer):
                 f"has_class_token={self.has_class_token}."
             )
         if self.kind == "sincos2d":
-            table = sincos_2d_table(rows, columns, width)
+            table = position.sincos_2d_table(rows, columns, width)
             # (1, S, D), zero for the class token
             table = np.pad(table, ((int(self.has_class_token), 0), (0, 0)))[None]
             self._table = Constant(table)
@@ -193,7 +189,7 @@ class PositionEmbedding(Layer):
             return table
         # The class token has no place in the image: only patches are resampled.
         patches = np.reshape(table[:, first:], (*grid, width))
-        patches = resample_position_grid(patches, *self.grid, self.resampling)
+        patches = position.resample_position_grid(patches, *self.grid, self.resampling)
         patches = reshape(patches, (-1, width))
         return ops.concatenate(
             [ops.convert_to_tensor(table[:, :first]), patches[None]], axis=1

@@ -9,10 +9,7 @@ import numpy as np
 from keras import ops
 
 from keras_softmoe.checks import received
-from keras_softmoe.keras_adapter.layers import (
-    QuantizedByExpert,
-    changed_by_quantization,
-)
+from keras_softmoe.keras_adapter import layers
 from keras_softmoe.ops.kernels import reshape
 
 # Modes of `quantize`, and the reason why other modes of Keras are refused.
@@ -30,7 +27,7 @@ _LOWEST_INT4, _HIGHEST_INT4 = -8, 7
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
-class ExpertBank(QuantizedByExpert, keras.layers.EinsumDense):
+class ExpertBank(layers.QuantizedByExpert, keras.layers.EinsumDense):
     """A dense layer for each expert: `keras.layers.EinsumDense` on a stack of kernels.
 
     LoRA and quantization of Keras treat a kernel with three axes as heads of attention.
@@ -181,7 +178,7 @@ class ExpertBank(QuantizedByExpert, keras.layers.EinsumDense):
         if mode != "int4":
             super().quantize(mode, type_check=False, config=config)
             return
-        with changed_by_quantization(self, mode):
+        with layers.changed_by_quantization(self, mode):
             # Values are computed before the weights of floats are deleted.
             kernel = self._kernel
             values = _to_int4(kernel, _rows(config.block_size, kernel.shape[1]))

@@ -7,14 +7,7 @@ from typing import Any
 import keras
 from numpy.typing import ArrayLike
 
-from keras_softmoe.checks import (
-    check_choice,
-    check_names,
-    check_numbers,
-    check_whole_numbers,
-    did_you_mean,
-    received,
-)
+from keras_softmoe import checks
 from keras_softmoe.training import pipeline
 from keras_softmoe.training.objectives import PrecisionAt1, SigmoidCrossentropy
 from keras_softmoe.training.optimizer_base import check_rules
@@ -108,19 +101,23 @@ class Recipe:
     def __post_init__(self):
         names = ("steps", "batch_size", "image_size", "steps_per_epoch", "num_classes")
         given = {name: getattr(self, name) for name in names}
-        check_whole_numbers(1, **{k: v for k, v in given.items() if v is not None})
-        check_choice("loss", self.loss, (*_LABEL_LOSSES, *_PAIR_LOSSES))
-        check_choice("optimizer", self.optimizer, tuple(_OPTIMIZERS))
+        checks.check_whole_numbers(
+            1, **{k: v for k, v in given.items() if v is not None}
+        )
+        checks.check_choice("loss", self.loss, (*_LABEL_LOSSES, *_PAIR_LOSSES))
+        checks.check_choice("optimizer", self.optimizer, tuple(_OPTIMIZERS))
         augmentation = pipeline.named_augmentation(self.augmentation)
-        check_numbers(over=0, central_crop=self.central_crop)
+        checks.check_numbers(over=0, central_crop=self.central_crop)
         if self.steps % (self.steps_per_epoch or self.steps):
             raise ValueError(
                 "`steps_per_epoch` must divide `steps`, so that training and schedule "
                 "end together. "
-                + received(steps=self.steps, steps_per_epoch=self.steps_per_epoch)
+                + checks.received(
+                    steps=self.steps, steps_per_epoch=self.steps_per_epoch
+                )
             )
         if self._has_captions:
-            check_whole_numbers(2, batch_size=self.batch_size)
+            checks.check_whole_numbers(2, batch_size=self.batch_size)
             if augmentation.mixup_alpha:
                 raise ValueError(
                     "MixUp mixes labels, which captions are not: `mixup_alpha` must be "
@@ -128,7 +125,7 @@ class Recipe:
                 )
         self.schedule()
         if isinstance(self.weight_decay, numbers.Real):
-            check_numbers(least=0, weight_decay=self.weight_decay)
+            checks.check_numbers(least=0, weight_decay=self.weight_decay)
         else:
             check_rules("weight_decay", self.weight_decay)
 
@@ -434,9 +431,9 @@ def recipe(name: str, **changes) -> Recipe:
     """
     if name not in _RECIPES:
         raise ValueError(
-            f"`name` must be a recipe.{did_you_mean([name], list(_RECIPES))} "
-            f"Accepted: {', '.join(map(repr, _RECIPES))}. {received(name=name)}"
+            f"`name` must be a recipe.{checks.did_you_mean([name], list(_RECIPES))} "
+            f"Accepted: {', '.join(map(repr, _RECIPES))}. {checks.received(name=name)}"
         )
     fields = [field.name for field in dataclasses.fields(Recipe)]
-    check_names(f"`recipe({name!r})`", changes, fields)
+    checks.check_names(f"`recipe({name!r})`", changes, fields)
     return dataclasses.replace(_RECIPES[name], **changes)
