@@ -178,9 +178,7 @@ def described(model, num_classes=None, **changes):
     if routing:
         found = _with_routing(found, routing)
     num_classes = classes if num_classes is None else num_classes
-    if head_dtype is None:
-        head_dtype = found.dtype
-    return Described(found, name, num_classes, head_dtype)
+    return Described(found, name, num_classes, head_dtype or found.dtype)
 
 
 def _read(model, changes):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import evaluation
-from keras_softmoe.evaluation.ridge import L2_GRID, ridge_probe, sample_support
+from keras_softmoe.evaluation.few_shot import L2_GRID, ridge_probe, sample_support
 
 probe = functools.partial(evaluation.few_shot_probe, verbose=0)
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from keras_softmoe.evaluation.ridge import L2_GRID, best_l2, ridge_probe, sample_support
+from keras_softmoe.evaluation.few_shot import L2_GRID, best_l2, ridge_probe, sample_support
 from tests.support.close import assert_near
 from tests.support.references import Reference
 
@@ -113,7 +113,7 @@ def test_accuracy_is_that_of_the_scores_whatever_the_rows(monkeypatch):
     ]
     assert len(set(expected)) > 1
     for rows in (1, 34, 35, 4096):
-        monkeypatch.setattr("keras_softmoe.evaluation.ridge.ROWS", rows)
+        monkeypatch.setattr("keras_softmoe.evaluation.few_shot.ROWS", rows)
         np.testing.assert_allclose(probe.accuracy(x_test, y_test, L2_GRID), expected)
 
 
