@@ -17,7 +17,7 @@ import pathlib
 import keras
 import pytest
 
-from keras_softmoe.keras_adapter.distributions import backend_distributes
+from keras_softmoe.keras_adapter.data import backend_distributes
 
 BACKEND = keras.backend.backend()
 

@@ -6,7 +6,7 @@ import numpy as np
 from keras import ops
 
 from keras_softmoe.analysis.figures import figure_method
-from keras_softmoe.analysis.panels_soft import BANDS
+from keras_softmoe.analysis.panels_blocks import BANDS
 from keras_softmoe.checks import check_numbers
 from keras_softmoe.routers import SoftRouter
 

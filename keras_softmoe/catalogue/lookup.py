@@ -12,7 +12,6 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from keras_softmoe.catalogue import preset_files
 from keras_softmoe.catalogue.released import released
 from keras_softmoe.catalogue.unreleased import unreleased
 from keras_softmoe.checks import check_choice, check_whole_numbers, quote
@@ -164,7 +163,7 @@ def write(name: str, directory: str | os.PathLike) -> str:
             f"The preset is a directory already: copy '{path}'. Received: name={name!r}"
         )
     with atomic_directory(directory, PRESET_MARKS) as new:
-        for file, text in preset_files.preset_files(rows()[name]).items():
+        for file, text in rows()[name].files().items():
             (new / file).write_text(text, encoding="utf-8")
     return str(directory)
 
@@ -213,7 +212,7 @@ def read_config(preset):
     path = find_directory(preset)
     if path is None:
         # The router is not serialized, as that would import TensorFlow.
-        saved = preset_files.config(rows()[preset])
+        saved = rows()[preset].config()
     else:
         saved = _read_config_file(path)
     with explain_errors(path or preset):
@@ -291,7 +290,7 @@ def _image_size(name):
 
 def _metadata(path, name):
     if path is None:
-        return preset_files.metadata(rows()[name])
+        return rows()[name].metadata()
     file = path / METADATA_FILE
     with explain_errors(path):
         return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}

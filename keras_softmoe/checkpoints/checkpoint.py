@@ -88,6 +88,14 @@ class Checkpoint(collections.abc.Mapping):
         return f"<Checkpoint of {len(self)} arrays, {self.nbytes / 1e6:,.1f} MB>"
 
 
+def without_repetition(pairs):
+    """Return a dict of pairs of a name and content; raise if a name comes twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs) or not all(isinstance(key, str) for key in found):
+        raise ValueError("a name comes twice, or is no text")
+    return found
+
+
 @contextlib.contextmanager
 def open_file(path, kind):
     """Open a file on this machine, and yield it and its size.

@@ -226,8 +226,7 @@ def place_tokens(arrays, covered, num_patches=None):
             first = int(has_class_token)
             if covers > first:
                 tokens = np.array(tokens, dtype="float32")
-                of_tokens = positions.read()[:, first:covers]
-                tokens[:, : covers - first] += of_tokens
+                tokens[:, : covers - first] += positions.read()[:, first:covers]
             return tokens
 
         shape = (1, count, extra[0].shape[2])

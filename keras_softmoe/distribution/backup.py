@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import warnings
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import h5py
 import keras
@@ -302,26 +302,11 @@ def _draw(iterator, count):
     return first
 
 
-class BackupFile(NamedTuple):
-    """Content of the file of a backup.
-
-    `done` has completed epochs and completed batches of the next one, `datasets` lists
-    of `h5py.Dataset` by kind, `generators` the states at the start of the epoch and
-    now.
-    """
-
-    done: tuple
-    optimizer: str
-    datasets: dict
-    generators: tuple
-
-
 def _variables_of(model):
     """Return the variables of a backup, a dict of lists by kind."""
-    optimizer = model.optimizer.variables if model.optimizer is not None else []
     return {
         "model": model.variables,
-        "optimizer": optimizer,
+        "optimizer": model.optimizer.variables if model.optimizer is not None else [],
         "metrics": model.metrics_variables,
     }
 
@@ -349,7 +334,12 @@ def _read(dataset):
 
 @contextlib.contextmanager
 def open_backup(path):
-    """Yield the `BackupFile` of a path; raise if it is damaged or not a backup."""
+    """Yield the content of a backup; raise if it is damaged or not a backup.
+
+    `done` has completed epochs and completed batches of the next one, `datasets` lists
+    of `h5py.Dataset` by kind, `generators` the states at the start of the epoch and
+    now.
+    """
     with contextlib.ExitStack() as stack:
         try:
             file = stack.enter_context(h5py.File(path))
@@ -361,12 +351,15 @@ def open_backup(path):
             for dataset in sum(datasets.values(), start=[]):
                 if not {"dtype", "path", "trainable"} <= set(dataset.attrs):
                     raise KeyError(f"{dataset.name} has not all attributes")
-            generators = tuple(
-                {n: np.asarray(s) for n, s in file[f"generators/{when}"].items()}
-                for when in ("epoch", "now")
+            backup = SimpleNamespace(
+                done=(epoch, batches),
+                optimizer=str(file.attrs["optimizer"]),
+                datasets=datasets,
+                generators=tuple(
+                    {n: np.asarray(s) for n, s in file[f"generators/{when}"].items()}
+                    for when in ("epoch", "now")
+                ),
             )
-            optimizer = str(file.attrs["optimizer"])
-            backup = BackupFile((epoch, batches), optimizer, datasets, generators)
         except (OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise ValueError(
                 f"The backup in '{path}' cannot be read: it is damaged, or not a file "

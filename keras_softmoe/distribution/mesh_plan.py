@@ -23,12 +23,6 @@ class Transfer(NamedTuple):
     # Number of devices that take part in it
     over: int
 
-    @property
-    def sent(self):
-        """Int, bytes sent by a device in a step, if the devices form a ring."""
-        passes = 2 if self.operation == "all-reduce" else 1
-        return passes * self.times * self.bytes * (self.over - 1) // self.over
-
 
 class MeshPlan(NamedTuple):
     """Memory and communication on a mesh, in bytes on one device.
@@ -62,11 +56,6 @@ class MeshPlan(NamedTuple):
         return sum(transfer.times * transfer.bytes for transfer in self.transfers)
 
     @property
-    def sent(self):
-        """Int, bytes sent by a device in a step, if the devices form rings."""
-        return sum(transfer.sent for transfer in self.transfers)
-
-    @property
     def label(self):
         """Str, name of the mesh in the table."""
         batch, experts = self.shape
@@ -80,8 +69,7 @@ class Plan(NamedTuple):
 
     Attributes:
         name: str, of the model.
-        parameters: int, numbers in all weights.
-        expert_parameters: int, those in kernels and biases of experts.
+        parameters, expert_parameters: int, numbers in all weights, and in experts'.
         devices: int, number of devices.
         memory: float, bytes of each.
         batch_size: int, images (or pairs) of a step, on all devices together.
@@ -132,10 +120,9 @@ def plan(
 ) -> Plan:
     """Plan the training of a model on some devices: memory and communication.
 
-    Nothing is built: all numbers follow from the configuration, for `expert_parallel`
-    on each possible mesh and for `data_parallel`. Weights and moments are exact;
-    activations without rematerialization are an estimate (from 7 % less to 37 % more
-    than XLA keeps on a CPU, in float32).
+    All numbers follow from the configuration, for `expert_parallel` on each possible
+    mesh and for `data_parallel`. Weights and moments are exact, activations estimated
+    (from 7 % less to 37 % more than XLA keeps on a CPU, in float32).
 
     Args:
         preset: name or directory of a preset (its backbone is counted), backbone, task,
@@ -167,8 +154,7 @@ def plan(
     copies, name = optimizer_copies(optimizer)
     model = model_size(preset, num_classes, **changes)
     smallest = devices * model.group_images
-    if batch_size is None:
-        batch_size = smallest
+    batch_size = smallest if batch_size is None else batch_size
     check_whole_numbers(1, batch_size=batch_size)
     if batch_size % smallest:
         raise ValueError(
@@ -182,7 +168,6 @@ def plan(
     shapes = [(devices // n, n) for n in range(1, shared + 1) if shared % n == 0]
     if shard_dense:
         shapes = [s for s in shapes if model.hidden_dim % _dense_shards(s) == 0]
-    arguments = copies, groups, memory, shard_dense
     return Plan(
         name=model.name,
         parameters=model.parameters,
@@ -191,7 +176,9 @@ def plan(
         memory=memory,
         batch_size=batch_size,
         optimizer=name,
-        meshes=tuple(_mesh_plan(model, shape, *arguments) for shape in shapes),
+        meshes=tuple(
+            _mesh_plan(model, s, copies, groups, memory, shard_dense) for s in shapes
+        ),
     )
 
 

@@ -15,7 +15,7 @@ from keras_softmoe.distribution.layouts import (
     PlacementError,
     layout_map,
 )
-from keras_softmoe.keras_adapter import distributions
+from keras_softmoe.keras_adapter import data
 from keras_softmoe.sharding.constraints import num_shards
 from keras_softmoe.sharding.variables import process_index
 
@@ -137,13 +137,14 @@ class EachBatch:
     # The axes of the mesh that shard a batch.
     batch_axes: str | tuple
 
+    is_asked_for_each_batch = True
+
     # The number of rows of the next batch, if every process feeds all of them.
     _replicated_rows = None
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        distributions.lay_out_each_batch(_layout_of_batch)
-        distributions.share_datasets(_share_of_process)
+        data.ask_for_each_batch()
 
     @property
     def num_devices(self):
@@ -205,17 +206,6 @@ class SharedDataset:
     def __getattr__(self, name):
         # Cardinality and element specification of the whole dataset.
         return getattr(self._dataset, name)
-
-
-def _layout_of_batch(shape):
-    distribution = keras.distribution.distribution()
-    is_ours = isinstance(distribution, EachBatch)
-    return distribution.get_data_layout(shape) if is_ours else None
-
-
-def _share_of_process(dataset, distribution):
-    is_ours = isinstance(distribution, EachBatch)
-    return distribution.distribute_dataset(dataset) if is_ours else None
 
 
 # === Distributions ===
@@ -354,7 +344,7 @@ def _check_backend(feature, also_torch=False):
     backend = keras.backend.backend()
     if backend == "jax":
         return
-    if backend == "torch" and also_torch and distributions.backend_distributes():
+    if backend == "torch" and also_torch and data.backend_distributes():
         import torch.distributed as dist
 
         if not (dist.is_available() and dist.is_initialized()):
@@ -368,7 +358,7 @@ def _check_backend(feature, also_torch=False):
     if backend == "torch" and also_torch:
         needed += ", or on PyTorch Keras 3.16"
     why = "would silently run on one device"
-    if backend == "torch" and distributions.backend_distributes():
+    if backend == "torch" and data.backend_distributes():
         why = "does it in another way, which is not supported"
     raise NotImplementedError(
         f"{feature} needs {needed}: Keras {keras.__version__} on {backend!r} {why}. "

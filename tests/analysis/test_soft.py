@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import analysis, layers, routers
-from keras_softmoe.analysis.panels_soft import BANDS
+from keras_softmoe.analysis.panels_blocks import BANDS
 from keras_softmoe.analysis.soft import (
     NUM_BINS,
     TOKEN_WEIGHT_EDGES,

@@ -1,6 +1,6 @@
 """The entries of the catalogue, with temporary directories for the real ones.
 
-Covers `catalogue/preset_files.py`.
+Covers `catalogue/row.py`.
 """
 
 import json

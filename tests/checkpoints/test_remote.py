@@ -1,6 +1,6 @@
 """Files on the web are downloaded. The server runs here.
 
-Covers `checkpoints/downloads.py`.
+Covers `checkpoints/formats.py`.
 """
 
 import socket
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import checkpoints, converters
-from keras_softmoe.checkpoints import downloads as remote
+from keras_softmoe.checkpoints import formats as remote
 from tests.support import checkpoint_writer as writer, safetensors_file, server
 
 ARRAYS = {"a": np.arange(12, dtype="float32"), "b": np.ones((3, 4), "float32")}

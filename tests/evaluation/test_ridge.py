@@ -3,7 +3,12 @@
 import numpy as np
 import pytest
 
-from keras_softmoe.evaluation.few_shot import L2_GRID, best_l2, ridge_probe, sample_support
+from keras_softmoe.evaluation.few_shot import (
+    L2_GRID,
+    best_l2,
+    ridge_probe,
+    sample_support,
+)
 from tests.support.close import assert_near
 from tests.support.references import Reference
 

@@ -252,7 +252,8 @@ class Program:
             live = sum(v.value.addressable_shards[0].data.nbytes for v in of_experts)
             of_mu = model.get_layer("block_0").moe.router.mu.value
             live += of_mu.addressable_shards[0].data.nbytes
-            told[count] = [live, audit.expert_bytes_per_device]
+            of_experts = [row.bytes_per_device for row in audit.rows if row.is_expert]
+            told[count] = [live, sum(of_experts)]
         return told
 
     def presets(self):
