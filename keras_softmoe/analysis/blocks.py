@@ -15,9 +15,8 @@ NUM_BINS = 50
 class ExpertInformation(NamedTuple):
     """Mutual information of a token's expert with its place and its class, in bits.
 
-    With a router that mixes tokens, the probability of an expert is the token's combine
-    weight for it; with a sparse one, all experts that take the token are equally
-    likely. Dropped tokens are left out.
+    A router that mixes tokens has combine weights as probabilities of experts; with a
+    sparse one, all experts that take a token are equally likely. Dropped ones are out.
 
     Attributes:
         entropy: float, the entropy of the expert. `log2(E)` if all are used equally.

@@ -17,10 +17,9 @@ from keras_softmoe.types import Figure
 class FigureRow(NamedTuple):
     """A figure of the routing of a model.
 
-    `draw` is a callable from statistics (a list of those of blocks, but of one of
-    `maps`) and options to a figure, `applies` one from the statistics of a block to a
-    bool, `part` the attribute of `Routing` with the statistics, `least_blocks` the
-    fewest blocks.
+    `draw` maps statistics (a list of those of blocks, but of one of `maps`) and options
+    to a figure, `applies` the statistics of a block to a bool. `part` is the attribute
+    of `Routing` with the statistics, `least_blocks` the fewest blocks.
     """
 
     part: str

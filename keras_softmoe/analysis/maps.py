@@ -38,8 +38,7 @@ class ExpertExamples(NamedTuple):
     Attributes of images or captions are `None` if there were none.
 
     Attributes:
-        share: dict from modalities to `(E,)` float64 arrays: the share of tokens whose
-            first choice is the expert.
+        share: dict from modalities to `(E,)` float64 arrays: shares of first choices.
         patches: list of `E` arrays `(n, height, width, channels)` float32 in `[-1, 1]`:
             patches with this first choice, most probable first, at most one an image.
         patch_probabilities: list of `E` float32 arrays `(n,)`.
@@ -69,8 +68,7 @@ class RoutingMaps(NamedTuple):
         images: `(B, height, width, channels)` float32 array, in `[-1, 1]`.
         dispatch: `(B, rows, columns, E, C)` float32 array, the share of each patch in
             slot `c` of expert `e`: weights of soft routers, 0 or 1 of sparse ones.
-        combine: `(B, rows, columns, E, C)` float32 array, the weight of that slot's
-            output for each patch.
+        combine: array of the same shape, weights of the slots' outputs for each patch.
         words: list of `B` lists of str, the pieces of each caption and its padding.
         word_experts: `(B, sequence_length)` int array, the expert of the largest weight
             for each piece, -1 where no expert takes it.

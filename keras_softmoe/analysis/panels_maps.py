@@ -32,8 +32,7 @@ _FADED = 0.12
 def slots(maps, slots=6):
     """Draw the share of each patch in some slots, one row for each image.
 
-    `slots` is how many to show, those that differ most in their patches, or a sequence
-    of `(expert, slot)` pairs.
+    `slots` are `(expert, slot)` pairs, or how many of those that differ most to show.
     """
     matplotlib = drawing.import_matplotlib()
     chosen = _chosen_slots(maps.dispatch, slots)

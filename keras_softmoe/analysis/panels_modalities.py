@@ -147,8 +147,7 @@ def words(blocks):
 def priorities(blocks, experts=None):
     """Draw the places of tokens in the queue for each expert.
 
-    `experts` defaults to up to eight: those that most text tokens choose (patches, if
-    there is no text).
+    `experts` defaults to the eight that most text tokens (or patches alone) choose.
     """
     count = max(len(block.padding) for block in blocks)
     if experts is None and count > _MOST_EXPERTS:

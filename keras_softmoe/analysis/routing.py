@@ -28,8 +28,7 @@ class Routing(NamedTuple):
     Attributes:
         blocks: dict from each MoE block, as `observe` names it, to `BlockStatistics`.
         soft: dict from each block with a `SoftRouter` to `SoftStatistics`.
-        modalities: dict from each block to `ModalityStatistics`, for a LIMoE whose
-            tokens choose experts.
+        modalities: dict to `ModalityStatistics`, for a LIMoE whose tokens choose.
         maps: dict from each block to `RoutingMaps` of some images or pairs.
         model: str, the name of the model.
 
@@ -125,11 +124,9 @@ def analyze(
 
     Args:
         model: as in `observe`.
-        data: as in `observe`; for a LIMoE `(N, height, width, channels)` images, or
-            `None` for text alone.
+        data: as in `observe`; for a LIMoE an array of images, or `None` for text alone.
         labels: optional `(N,)` int array, classes of the images, counted from 0.
-        captions: for a LIMoE, `N` str or `(N, sequence_length)` ints, or `None` for
-            images alone.
+        captions: for a LIMoE `N` str or `(N, S)` ints, or `None` for images alone.
         tagger: for a LIMoE, callable from a list of words to a list of their tags, such
             as `lambda words: [tag for _, tag in nltk.pos_tag(words)]`.
         num_pictures: int, how many of the first images or pairs (at most one batch) are
@@ -246,8 +243,7 @@ class RoutingMonitor(keras.callbacks.Callback):
     tokens choose experts, `usage` is measured, too.
 
     Args:
-        data: as in `analysis.observe`; a few hundred inputs are enough. `None` for the
-            text of a LIMoE alone.
+        data: as in `analyze`; a few hundred inputs are enough.
         captions: for a LIMoE, `N` str or `(N, sequence_length)` ints.
         every: int, steps between measurements of the usage; `None` for each epoch.
         last: int, how many of the last measurements of the usage are averaged.
@@ -285,8 +281,7 @@ class RoutingMonitor(keras.callbacks.Callback):
     def usage(self, modality: str | None) -> dict:
         """Return the mean share of a modality's tokens that each expert processes.
 
-        `modality` is `"image"` or `"text"`. Returns a dict from the index of each MoE
-        block to an `(E,)` float64 array.
+        `modality` is `"image"` or `"text"`. Returns a dict of `(E,)` arrays by block.
         """
         blocks = self._shares[0] if self._shares else {}
         measured = next(iter(blocks.values()), {})

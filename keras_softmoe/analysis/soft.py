@@ -23,8 +23,7 @@ class Concentration(NamedTuple):
     """The share of an average that its `n` largest weights hold, over many averages.
 
     Attributes:
-        mean: `(N,)` float64 array, entry `n - 1` the mean sum of the `n` largest
-            weights, which all together are one.
+        mean: `(N,)` float64 array, entry `n - 1` the mean sum of `n` weights.
         counts: `(N, 1000)` int64 array: how often the sum of the `n` largest weights
             fell into each bin of equal width between 0 and 1.
     """

@@ -64,8 +64,7 @@ def observe(
             them (a `tf.data.Dataset`, PyTorch `DataLoader`, generator).
         reducers: sequence of `Reducer`, which share the pass.
         batch_size: int, inputs of an array at a time.
-        preprocessor: callable applied to each batch. By default a task's own for
-            images, none for dicts.
+        preprocessor: applied to each batch. By default a task's own, none for dicts.
         verbose: 0 for silence, 1 for a progress bar, 2 for one line.
 
     Returns:

@@ -1,7 +1,6 @@
 """Entries of the catalogue: names, descriptions and directories.
 
-An entry is either a directory in KerasHub's format, with weights, or a `Row` of
-`unreleased` or `released`.
+An entry is a directory in KerasHub's format, with weights, or a `Row`.
 """
 
 import contextlib
@@ -81,8 +80,7 @@ def names(
 
     Args:
         containing: str, a part of the name, such as `"soft_moe"` or `"tiny"`.
-        weights: `True` for presets with weights, in the package or to download, `False`
-            for architectures. `None` for both.
+        weights: `True` for presets with weights, `False` for architectures, or `None`.
         image_size: int, height and width of the images in pixels.
 
     Examples:
@@ -138,8 +136,7 @@ def describe(name: str) -> Preset:
 def write(name: str, directory: str | os.PathLike) -> str:
     """Write a preset without weights as a directory in KerasHub's format.
 
-    KerasHub's classes and tools need it, `from_preset` does not. The directory has the
-    configuration and the image preprocessing.
+    It has configuration and image preprocessing, for KerasHub's classes and tools.
 
     Args:
         name: str, the name of a preset of the kind `"architecture"` or `"convertible"`.

@@ -38,8 +38,7 @@ class Checkpoint(collections.abc.Mapping):
     Attributes:
         shapes: dict from name to shape, known without reading the arrays.
         dtypes: dict from name to dtype.
-        settings: dict of arguments of a backbone that follow from the format or a file
-            beside it, and not from the parameters.
+        settings: dict of a backbone's arguments that follow from the format or a file.
 
     Examples:
         >>> checkpoint = ksm.converters.read_checkpoint("vmoe_tiny/ckpt")
@@ -100,8 +99,7 @@ def without_repetition(pairs):
 def open_file(path, kind):
     """Open a file on this machine, and yield it and its size.
 
-    `kind` is a noun, such as "an .npz file". An error in the scope becomes a
-    `CheckpointError` that names the file.
+    `kind` is a noun, such as "an .npz file", for the `CheckpointError` of any error.
     """
     try:
         # Reading a pipe or a device could block forever.

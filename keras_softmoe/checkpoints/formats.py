@@ -46,13 +46,11 @@ def read_checkpoint(source: str | os.PathLike) -> Checkpoint:
     untrusted: they are checked before anything is returned, and never unpickled.
 
     Args:
-        source: str or path, or a URL (`https://...`, or `gs://bucket/name` of a public
-            bucket), which is downloaded once.
+        source: str or path, or a URL (`https://...`, `gs://bucket/name`), copied once.
 
     Returns:
-        `Mapping` from name to NumPy array, with the attributes `shapes` and `dtypes`
-        (dicts by name, known without reading the arrays). Arrays of bfloat16 have the
-        dtype `ml_dtypes.bfloat16`.
+        `Mapping` from name to NumPy array (of `ml_dtypes.bfloat16`, too), with dicts
+        `shapes` and `dtypes` by name, known without reading the arrays.
 
     Raises:
         CheckpointError: (a `ValueError`) if a file is missing, damaged, or cannot be

@@ -40,8 +40,7 @@ class Backup(keras.callbacks.Callback):
 
     Args:
         directory: str or path, for this backup only.
-        every: int, the number of batches between backups. `None`: only at the end of
-            each epoch, which always has one.
+        every: int, batches between backups. `None`: only at the end of each epoch.
         one_stream: bool, whether all epochs draw from one endless stream, with
             `steps_per_epoch`. Not supported on PyTorch.
         delete: bool, whether the backup is removed at the end of training.
@@ -336,9 +335,8 @@ def _read(dataset):
 def open_backup(path):
     """Yield the content of a backup; raise if it is damaged or not a backup.
 
-    `done` has completed epochs and completed batches of the next one, `datasets` lists
-    of `h5py.Dataset` by kind, `generators` the states at the start of the epoch and
-    now.
+    `done` has completed epochs, and completed batches of the next one, `datasets` lists
+    of `h5py.Dataset` by kind, `generators` the states at the epoch's start and now.
     """
     with contextlib.ExitStack() as stack:
         try:

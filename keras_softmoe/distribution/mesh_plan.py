@@ -29,9 +29,8 @@ class MeshPlan(NamedTuple):
 
     Attributes:
         shape: `(batch, experts)`, the `mesh_shape` of `expert_parallel`. The batch is
-            sharded over all devices, experts over the second axis. `(1, n)` denotes
-            the papers' placement, one axis for both (no `mesh_shape`), and `(n, 1)`
-            `data_parallel`.
+            sharded over all devices, experts over the second axis. `(1, n)` is the
+            papers' placement (no `mesh_shape`), and `(n, 1)` `data_parallel`.
         weights, moments, gradients, activations: int.
         transfers: tuple of `Transfer`, all of a training step.
         max_batch_size: int, the largest global batch that fits, 0 if none does.
@@ -74,8 +73,7 @@ class Plan(NamedTuple):
         memory: float, bytes of each.
         batch_size: int, images (or pairs) of a step, on all devices together.
         optimizer: str, its name and the number of values it keeps for each weight.
-        meshes: tuple of `MeshPlan`, all possible ones, starting with the most replicas
-            of the experts.
+        meshes: tuple of `MeshPlan`, those with the most replicas of experts first.
     """
 
     name: str
@@ -131,16 +129,14 @@ def plan(
         memory: float, bytes of memory of each device.
         batch_size: int, images (or pairs) of a step on all devices together. Defaults
             to one group on each device, the smallest batch.
-        optimizer: str or `keras.optimizers.Optimizer` that keeps whole copies of the
-            weights, such as Adam, SGD or Lion.
+        optimizer: str or optimizer that keeps whole copies of weights: Adam, SGD, Lion.
         num_classes: int or `None`, classes of an additional head.
         shard_dense: bool, as in `expert_parallel`.
         **changes: arguments of the backbone to change and settings of its routers, as
             in `from_preset`, for example `dtype="mixed_bfloat16"`.
 
     Raises:
-        ValueError: if the model cannot be counted, or the batch is not a whole number
-            of groups on each device.
+        ValueError: if a model cannot be counted, or a batch has no equal groups.
 
     Source: the placement: V-MoE, figure 1; Soft MoE, section 2.3.
 

@@ -54,8 +54,7 @@ def expert_parallel(
         mesh_shape: `None`, or `(batch, experts)`: a mesh in which the experts are
             sharded over `experts` devices, neighbours in `devices`, and replicated
             `batch` times. The batch is sharded over all of them.
-        devices: sequence of str, for example `["cpu:0", "cpu:1"]`. Defaults to
-            `keras.distribution.list_devices()`.
+        devices: sequence of str (`["cpu:0", ...]`), by default all devices.
         shard_dense: bool, whether the kernels of attention, dense MLPs and embeddings
             are sharded as well, along the width of a token by the batch axis.
         layouts: optional dict of rules, see `layout_map`.
@@ -105,7 +104,7 @@ def data_parallel(
     several processes share each batch evenly.
 
     Args:
-        devices: sequence of str. Defaults to `keras.distribution.list_devices()`.
+        devices: see `expert_parallel`.
         auto_shard_dataset: see `expert_parallel`.
 
     Raises:

@@ -31,8 +31,7 @@ class ShotResult:
         mean: float in [0, 1], test accuracy averaged over the support draws.
         std: float, sample standard deviation over the draws, NaN for one draw.
         l2: float, the penalty, shared by all draws.
-        accuracies: tuple of floats, test accuracy of each draw. With the same seeds and
-            data, models can be compared in pairs.
+        accuracies: tuple of floats, test accuracy of each draw, to compare in pairs.
     """
 
     shots: int
@@ -105,23 +104,19 @@ def few_shot_probe(
             of that shape; a task, whose `preprocessor` is used, too; any other
             callable; or `None`, if the arrays are features (or pixels).
         train: pair `(x, y)`. `x`: images `(N, H, W, C)`, or features `(N, ...)` if
-            `backbone` is `None`. `y`: int labels `(N,)` in `[0, num_classes)`, every
-            class present.
+            `backbone` is `None`. `y`: int labels `(N,)` of all classes, from 0 on.
         test: pair `(x, y)`, as `train`, with images of the same shape.
         shots: sequence of distinct ints, labelled images per class.
-        seeds: int, number of support draws (seeds 0, 1, ...), or a sequence of
-            distinct non-negative ints.
+        seeds: int, number of support draws (seeds 0, 1, ...), or a sequence of seeds.
         l2: the penalty, a positive float, or how to choose one for each number of
             shots: `"train"`, by the mean accuracy on the images of `train` that were
             not drawn; `"test"`, by the mean test accuracy, as the papers do.
-        preprocessor: callable applied to each batch of images before `backbone`. By
-            default a task's own, else none.
+        preprocessor: callable applied to each batch; by default a task's own, or none.
         batch_size: int, images per forward pass.
         verbose: 0 for silence, 1 for a progress bar, 2 for one line.
 
     Returns:
-        `FewShotResult`: `result[5].mean`, `.std`, `.l2`, `.accuracies` at 5 shots;
-        `print(result)` shows a table.
+        `FewShotResult`: `result[5].mean`, `.std`, `.l2`, `.accuracies`; prints a table.
 
     Source: V-MoE, section 3.4; Soft MoE, section 3.
 
@@ -381,9 +376,8 @@ class RidgeProbe:
 def ridge_probe(features, labels, num_classes):
     """Fit a ridge classifier to a support set, for all penalties at once.
 
-    The `(N, D)` features are standardised and given a constant feature of 100, the
-    targets are +1 for the image's class and -1 for the others. Source: V-MoE, section
-    3.4, and its released few-shot evaluator.
+    The `(N, D)` features are standardised and given a constant feature of 100, targets
+    are +1 for the image's class, else -1. Source: V-MoE, section 3.4 and released code.
     """
     features = np.asarray(features, "float64")
     mean = features.mean(axis=0)

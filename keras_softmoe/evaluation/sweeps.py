@@ -47,9 +47,8 @@ class Sweep:
     """Scores by settings, of one model under many of them or of many models.
 
     Args:
-        rows: sequence of pairs of settings and scores (with GFLOP per image as an
-            optional third entry), as a loop over trained models makes them, or of
-            `SweepRow`s.
+        rows: sequence of pairs of settings and scores (and GFLOP per image, if known),
+            as a loop over trained models makes them, or of `SweepRow`s.
         baselines: dict from names to scores without settings, `(seeds,)` numbers: a
             dense twin, the model before it was pruned. They are drawn as dashed lines.
 
@@ -111,10 +110,9 @@ class Sweep:
         """Return the rows that no other row beats in both mean score and cost.
 
         A row is beaten by one with at least its mean score and at most its GFLOP per
-        image that is better in one of the two.
+        image that is better in one of the two. Returns a `Sweep`, the cost rising.
 
-        Returns a `Sweep`, the cost rising. Source: V-MoE, figures 2 and 3; Soft MoE,
-        section 3.3 (figure 3).
+        Source: V-MoE, figures 2 and 3; Soft MoE, section 3.3 (figure 3).
         """
         means = np.array([values.mean() for values in self.scores(y)])
         if any(row.gflop_per_image is None for row in self.rows):
@@ -155,20 +153,17 @@ def routing_sweep(
 
     Args:
         classifier: `ViTMoEImageClassifier` with MoE blocks.
-        test: pair of `(N, height, width, channels)` images, as for `predict`, and
-            `(N,)` int labels.
+        test: pair of `(N, H, W, C)` images, as for `predict`, and `(N,)` int labels.
         seeds: int, number of orders of the images (seeds 0, 1, ...).
         batch_size: int, images in a batch.
         verbose: 0 for silence, 1 for a progress bar, 2 for one line.
-        layers: sequence of int, the MoE blocks whose routers are changed, a setting of
-            the rows. All if `None`.
+        layers: sequence of int, the MoE blocks whose routers change; `None` for all.
         **grid: sequence of values for each setting of `set_routing`.
             `random_logits=(False, True, "permuted")` compares learned routers with
             random ones and with ones whose logits are permuted for each token.
 
     Returns:
-        `Sweep` with the score `"accuracy"`, one value for each seed, and the costs. The
-        last setting of `grid` varies fastest.
+        `Sweep` of `"accuracy"` by seed, and costs. The last of `grid` varies fastest.
 
     Raises:
         ValueError: if images and labels differ in number, the grid is empty, or

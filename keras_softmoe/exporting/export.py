@@ -77,8 +77,7 @@ def export_model(
         **kwargs: options of the format, as in `keras.Model.export`.
 
     Raises:
-        ValueError: if the format is unknown, the name of the file does not fit it, or
-            the model cannot be exported in it.
+        ValueError: if a format is unknown, or does not fit the name or the model.
         ImportError: if a package that writes the format is not installed.
         RuntimeError: if the subprocess that writes the file failed.
 

@@ -22,9 +22,8 @@ def number_of(batches):
 class BatchesOf(DataAdapter):
     """Data adapter for preprocessed batches of any iterable.
 
-    An iterator gives one epoch, or several of `steps_per_epoch`. `preprocess` takes a
-    batch and returns a tuple of NumPy arrays. Would be replaced by: `keras.Model.fit`
-    with a public hook for each batch.
+    An iterator gives one epoch, or several of `steps_per_epoch`. `preprocess` maps a
+    batch to a tuple of arrays. Would be replaced by: a hook of `keras.Model.fit`.
     """
 
     def __init__(self, data, preprocess, shuffle):

@@ -77,20 +77,16 @@ class PatchEmbedding(Layer):
 class PositionEmbedding(Layer):
     """Add to each token an embedding of its position in the image.
 
-    Weights saved for another grid of patches are resampled on loading, so that a model
-    can be used at another resolution.
+    Weights of another grid of patches are resampled on loading, for other resolutions.
 
     Args:
         grid: `(rows, columns)` of patches, or an int for both.
-        kind: `"learned"` (one vector for each token, class token included) or
-            `"sincos2d"` (fixed, for patches only).
-        has_class_token: bool, whether the first token is a class token, whose embedding
-            is not resampled.
+        kind: `"learned"` (for each token) or `"sincos2d"` (fixed, for patches only).
+        has_class_token: bool, whether the first is a class token, never resampled.
         resampling: method of resampling weights: `"bilinear"` with aligned corners
-            (V-MoE, original ViT, big_vision), `"bicubic"` with the kernel of
-            `a = -0.75` (PyTorch's `interpolate`, `transformers`), or
-            `"bicubic_antialias"` with `a = -0.5` and a kernel that is wider for smaller
-            grids (`timm`).
+            (V-MoE, original ViT, big_vision), `"bicubic"` with `a = -0.75` (PyTorch's
+            `interpolate`, `transformers`), or `"bicubic_antialias"` with `a = -0.5` and
+            a kernel that is wider for smaller grids (`timm`).
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Maps `(B, S, D)` to `(B, S, D)`.
@@ -168,8 +164,7 @@ class PositionEmbedding(Layer):
         """Resample a `(1, S', D)` table of another grid to the grid of this layer.
 
         Args:
-            table: `(1, S', D)` array of learned position embeddings, with a row for the
-                class token if this layer has one.
+            table: `(1, S', D)` array of learned position embeddings (and class token).
             grid: `(rows, columns)` of the table. A square if `None`.
         """
         first = int(self.has_class_token)
@@ -205,18 +200,15 @@ class TokenEmbedding(Layer):
         sequence_length: int `S`, tokens of a text.
         output_dim: int, width `D` of a token.
         mask_padding: bool, whether padding (id 0) is masked for the layers that follow,
-            as by `keras.layers.Embedding(mask_zero=True)`. Otherwise padding is an
-            ordinary token.
+            as by `keras.layers.Embedding(mask_zero=True)`, or an ordinary token.
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Maps `(B, S)` ids to `(B, S, D)` tokens.
 
     Raises:
-        ValueError: if a size is not a positive integer, or the texts have another
-            length.
+        ValueError: if a size is not a positive integer, or texts have another length.
 
-    Source: LIMoE, section 2; initial weights: the two-tower models of Soft MoE's
-    released code.
+    Source: LIMoE, section 2; initial weights: Soft MoE's released code (two towers).
     """
 
     config_arguments = (
@@ -317,8 +309,7 @@ class Registers(Layer):
 
     Args:
         num_registers: int, number `R` of tokens.
-        has_class_token: bool, whether the first token is a class token, which remains
-            the first.
+        has_class_token: bool, whether the first is a class token, which remains first.
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Maps `(B, S, D)` to `(B, S + R, D)`.

@@ -25,15 +25,13 @@ class EncoderBlock(Layer):
         use_qk_norm: bool, whether queries and keys are normalized.
         dropout_rate: float, dropout after attention and after the MLP or experts.
         layer_norm_epsilon: float, epsilon of the normalizations.
-        layer_scale: float or `None`. Initial value of a learned factor per channel that
-            multiplies the outputs of attention and of the MLP or experts, see
-            `LayerScale`. `None` for no such factor.
+        layer_scale: float, initial value of a `LayerScale` of the outputs of attention
+            and of the MLP or experts, or `None` for no such factor.
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Call arguments:
         - `inputs`: `(B, S, D)` float tensor.
-        - `mask`: optional `(B, S)` bool tensor; `False` for padding, which gets no
-          attention and no expert, see `MoE`.
+        - `mask`: optional `(B, S)` bool tensor, `False` for no attention and no expert.
 
     Returns:
         `(B, S, D)` tensor.

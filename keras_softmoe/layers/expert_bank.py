@@ -31,12 +31,10 @@ class ExpertBank(layers.QuantizedByExpert, keras.layers.EinsumDense):
     """A dense layer for each expert: `keras.layers.EinsumDense` on a stack of kernels.
 
     LoRA and quantization of Keras treat a kernel with three axes as heads of attention.
-    Here the experts of a bank share nothing: each has its own factors of LoRA, and its
-    own scales after `quantize`.
+    Experts share nothing: each has its own factors of LoRA, and scales if quantized.
 
     Args:
-        equation: str of the form `"end,edh->enh"`, for `n` slots of each of `e`
-            experts.
+        equation: str of the form `"end,edh->enh"`, for `n` slots of `e` experts each.
         **kwargs: as in `keras.layers.EinsumDense`.
 
     Maps `(E, N, D)` to `(E, N, H)`; `kernel` is `(E, D, H)`, `bias` `(E, 1, H)`.
@@ -93,8 +91,8 @@ class ExpertBank(layers.QuantizedByExpert, keras.layers.EinsumDense):
             b_initializer: initializer of `B`. Zeros change nothing before training.
 
         Raises:
-            ValueError: if the rank is not a positive int, or the bank is not built yet,
-                has factors already or computes in float8.
+            ValueError: if the rank is no positive int, or the bank is not built, has
+                factors already or computes in float8.
 
         Source: Hu et al. 2021 (LoRA), section 4.1.
         """
@@ -155,12 +153,10 @@ class ExpertBank(layers.QuantizedByExpert, keras.layers.EinsumDense):
     def quantize(self, mode: str | None = None, type_check: bool = True, config=None):
         """Quantize the kernels.
 
-        - `"int8"`: as in Keras. A scale for each expert and output, and inputs in int8
-          too, with a scale for each slot.
+        - `"int8"`: as in Keras. Scales for each expert and output; int8 inputs, too.
         - `"int4"`: the kernels only, dequantized where they are used. A scale and a
           zero point for each expert, output and block of inputs (128, see
-          `keras.quantizers.Int4QuantizationConfig`). In Keras weights of several
-          experts would share them.
+          `keras.quantizers.Int4QuantizationConfig`), which experts share in Keras.
         - `"float8"`: as in Keras, for training: kernels, slots and their gradients are
           rounded to float8, with one scale for all experts of a bank.
 
@@ -170,8 +166,7 @@ class ExpertBank(layers.QuantizedByExpert, keras.layers.EinsumDense):
             config: `keras.quantizers.QuantizationConfig`, or `None`.
 
         Raises:
-            ValueError: for another mode, for float8 together with LoRA, and for custom
-                quantizers in int4.
+            ValueError: for another mode, float8 with LoRA, or own quantizers in int4.
         """
         self.check_quantization(mode, config)
         mode, config = _resolved(mode, config)
@@ -351,8 +346,7 @@ def _to_int4(kernel, block_size):
 
     Returns:
         Tuple of `(E, D, ceil(H / 2))` int8, two values in each, and scale (float) and
-        zero (int8), `(E, ceil(D / block_size), H)`: a stored `v` has the value
-        `(v - zero) * scale`.
+        zero (int8), `(E, ceil(D / block_size), H)`: `v` is `(v - zero) * scale`.
     """
     num_experts, width, units = kernel.shape
     blocks = math.ceil(width / block_size)

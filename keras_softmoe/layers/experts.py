@@ -42,9 +42,8 @@ class Experts(Layer):
     the experts and back under `keras_softmoe.distribution.expert_parallel`.
 
     Raises:
-        ValueError: if an argument is not among the accepted values, the input is not of
-            rank 4 with `num_experts` as second axis, or the devices over which experts
-            are sharded do not divide their number.
+        ValueError: if an argument is not among the accepted values, the input is not
+            `(G, num_experts, C, D)`, or the devices do not divide the experts.
 
     Source: V-MoE, section 2.2; for expert dropout, its fine-tuning settings (table 7)
     and Fedus et al. 2021 (Switch Transformer), section 2.4.

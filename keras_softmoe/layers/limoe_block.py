@@ -19,8 +19,7 @@ class LIMoEBlock(EncoderBlock):
         num_heads, mlp, ...: all as in `EncoderBlock`.
 
     Call arguments:
-        - `inputs`: dict from modalities (`"image"`, `"text"`) to `(B, S, D)` tensors of
-          one batch size and width.
+        - `inputs`: dict from modalities (`"image"`, `"text"`) to `(B, S, D)` tensors.
         - `mask`: optional dict from some of them to `(B, S)` bool tensors.
 
     Returns:

@@ -47,18 +47,15 @@ class MLP(Layer):
 
     Args:
         mlp_dim: int, hidden width.
-        activation: `"gelu_tanh"` (GELU in the tanh approximation), `"gelu"` (exact), or
-            another name of `keras.activations`.
+        activation: `"gelu_tanh"`, `"gelu"` (exact), or one of `keras.activations`.
         gated: bool, whether a third layer, `gate_dense`, multiplies the hidden units:
-            `activation(gate_dense(x)) * intermediate_dense(x)`, a gated linear unit;
-            SwiGLU with `activation="silu"`.
+            `activation(gate_dense(x)) * intermediate_dense(x)`; SwiGLU with `"silu"`.
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Maps `(..., D)` to `(..., D)`.
 
     Raises:
-        ValueError: if `mlp_dim` is not a positive integer, or the activation is
-            unknown.
+        ValueError: if `mlp_dim` is no positive integer, or the activation unknown.
 
     Source: V-MoE, section 2.1; gated: Shazeer 2020 (GLU variants), section 2.
 

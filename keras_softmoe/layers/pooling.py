@@ -25,10 +25,8 @@ def pool(tokens, pooling, attention_pooling=None, mask=None, num_registers=0):
         pooling: `"token"` or `"first"` (the first), `"last"`, `"gap"` (their mean),
             `"gmp"` (their maximum) or `"map"` (attention).
         attention_pooling: `AttentionPooling` layer for `"map"`.
-        mask: optional `(B, S)` bool tensor, `False` for tokens to leave out. A text
-            without any token gets zeros.
-        num_registers: int, number of leading tokens that are no patches, left out of
-            `"first"` and `"gap"`.
+        mask: optional `(B, S)` bool tensor, `False` to leave out. Zeros if no token is.
+        num_registers: int, leading tokens that are left out of `"first"` and `"gap"`.
     """
     if pooling == "map":
         return attention_pooling(tokens, mask=mask)
@@ -96,15 +94,13 @@ class AttentionPooling(Layer):
 
     Call arguments:
         - `tokens`: `(B, S, D)` tensor.
-        - `mask`: optional `(B, S)` bool tensor, `False` for tokens that get no
-          attention.
+        - `mask`: optional `(B, S)` bool tensor, `False` for no attention.
 
     Returns:
         `(B, D)` tensor.
 
     Raises:
-        ValueError: if a size is not a positive integer, or the heads do not divide the
-            width.
+        ValueError: if a size is no positive integer, or heads do not divide the width.
 
     Source: Zhai et al. 2022 (Scaling Vision Transformers), section 3.3.
 

@@ -44,8 +44,7 @@ class TemplateExperts(layers.Layer):
     several axes, `(G, E, C, H, W, D)`, are given as `(N, H, W, D)`.
 
     Raises:
-        ValueError: if the template is not a layer, or not a function of one slot with
-            trained weights alone.
+        ValueError: if the template is no layer that is a function of a single slot.
     """
 
     def __init__(

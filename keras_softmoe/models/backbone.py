@@ -168,13 +168,11 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
 def weights_follow(file_bytes):
     """Scope in which backbones are made whose weights are all loaded afterwards.
 
-    They are initialized with zeros, apart from new heads. A configuration of a few
-    bytes can claim more weights than any memory holds, so a backbone that the files
-    cannot fill is refused before it is built.
+    They start as zeros, apart from new heads. A configuration can claim more weights
+    than any memory holds: what the files cannot fill is refused and not built.
 
     Args:
-        file_bytes: int, the size of the files with the weights, if it is known; `None`
-            if none are loaded.
+        file_bytes: int, the size of the files with the weights; `None` without any.
     """
     token = _FILE_BYTES.set(file_bytes)
     try:
@@ -191,9 +189,8 @@ def check_size(architecture, name):
         name: str or `None`, name of the model.
 
     Raises:
-        ValueError: if the model has more weights than the files hold, or than the
-            memory of this machine (unless they are on accelerators, or sharded over
-            several machines).
+        ValueError: if the model has more weights than the files hold, or than this
+            machine's memory (unless on accelerators, or sharded over machines).
     """
     weights, file_bytes = architecture.least_weights, _FILE_BYTES.get()
     if file_bytes is not None and weights > _WEIGHTS_PER_BYTE * file_bytes + _RESAMPLED:
@@ -250,8 +247,7 @@ INPUTS = {"image": "images", "text": "token_ids"}
 class SingleModality:
     """Mixin of backbones for pairs that encode images alone and texts alone.
 
-    A subclass has `_encode`, which maps a dict of some of the inputs `"image"` and
-    `"text"` to a dict of outputs.
+    A subclass has `_encode`: a dict of inputs (`"image"`, `"text"`) to one of outputs.
     """
 
     _encoders = None

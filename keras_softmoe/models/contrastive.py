@@ -220,14 +220,12 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
 class LIMoEContrastive(ContrastiveTask):
     """Contrastive learning with one sparse tower for images and captions.
 
-    With a preprocessor `fit` and `evaluate` accept pixels from 0 to 255, channels last
-    for any `keras.config.image_data_format()`, and captions. `encode_image` and
-    `encode_text` embed one modality.
+    With a preprocessor `fit` and `evaluate` accept pixels from 0 to 255, channels last,
+    and captions. `encode_image` and `encode_text` embed one modality.
 
     Args:
         backbone: `LIMoEBackbone`.
-        preprocessor: `None` or a `LIMoEPreprocessor`. Its image converter resizes to
-            the backbone's `image_shape`.
+        preprocessor: `LIMoEPreprocessor`, which resizes to `image_shape`, or `None`.
         compile: bool, whether to compile at once with the defaults of `compile`.
         name: str or `None`, name of the model.
         trainable: bool, whether the weights are trained.

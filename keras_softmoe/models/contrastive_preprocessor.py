@@ -148,14 +148,12 @@ class LIMoEPreprocessor(ContrastivePreprocessor):
         tokenizer: `LIMoETokenizer`, without a `sequence_length` of its own.
         image_converter: `ViTMoEImageConverter` or `None`.
         sequence_length: int, tokens of a text, padded with zeros.
-        truncate: bool, whether longer captions are cut, as in the paper, instead of an
-            error.
+        truncate: bool, whether longer captions are cut, as in the paper, or an error.
         **kwargs: as in `keras_hub.models.Preprocessor`.
 
     Returns, when called on images `(B, height, width, channels)` from 0 to 255 and `B`
         captions, str (or `(B, sequence_length)` int token ids): dict of `"images"` in
-        `[-1, 1]` and `"token_ids"` `(B, sequence_length)` int32, the inputs of the
-        backbone.
+        `[-1, 1]` and `"token_ids"` `(B, sequence_length)` int32.
 
     Raises:
         ValueError: if a caption is empty, too long or not a string. (In a `tf.data`

@@ -2,9 +2,8 @@
 
 KerasHub's tasks preprocess arrays, `tf.data` and some of grain, and refuse the rest.
 Here arrays and `tf.data` go through a `tf.data` pipeline, on every backend. The batches
-of a `keras.utils.PyDataset`, a PyTorch `DataLoader`, a grain dataset or loader, a
-generator or any other iterable are preprocessed one by one; so are those of arrays
-where TensorFlow is not installed.
+of a `keras.utils.PyDataset`, PyTorch `DataLoader`, grain dataset or any other iterable
+are preprocessed one by one; so are those of arrays where TensorFlow is not installed.
 """
 
 import random
@@ -54,11 +53,9 @@ def prepare(
         y: array, or `None` with batches.
         sample_weight: as `y`.
         batch_size: int. Defaults to 32. `None` with batches.
-        shuffle: bool, whether rows of arrays, and batches of a `PyDataset`, are
-            shuffled before each epoch.
+        shuffle: bool, whether rows of arrays (batches of a `PyDataset`) are shuffled.
         drop_remainder: bool, whether the last incomplete batch of arrays is dropped.
-        class_weight: dict from all classes to weights, or `None`. Keras applies it to
-            arrays and `tf.data`.
+        class_weight: dict from classes to weights, or `None` (where Keras applies it).
     """
     # KerasHub has imported TensorFlow, where it is installed.
     tf = sys.modules.get("tensorflow")

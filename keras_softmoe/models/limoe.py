@@ -45,9 +45,8 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
         logit_scale: float, initial value of the learned scale of similarities.
         logit_bias: float or `None`, initial value of a learned bias of similarities,
             for the sigmoid loss (-10); `None` for none.
-        mask_padding: bool, whether padding (id 0) gets no attention and no slot, and
-            counts neither in the losses of routers nor in the pooling. The paper routes
-            it like any other token.
+        mask_padding: bool, whether padding (id 0) has no part in attention, slots,
+            losses of routers and pooling. In the paper it is like any other token.
         group_images: int or `None`, pairs of image and text that are routed together.
 
     Returns, when called on a dict of `"images"` `(B, height, width, channels)` in
@@ -141,8 +140,7 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
             token_ids: optional `(B, sequence_length)` int array.
 
         Returns:
-            dict from the index of each MoE block to its `routers.Decision`. A pair has
-            first the image's tokens, then the text's.
+            dict from blocks to `routers.Decision`; a pair has the image's tokens first.
 
         Examples:
             >>> decisions = backbone.route(pairs["images"], pairs["token_ids"])
@@ -175,13 +173,11 @@ def prune_experts(
             kept ones add up to one, so gates are larger than in training.
 
     Returns:
-        `LIMoEBackbone` with `num_experts` experts in each MoE block and no losses of
-        routers.
+        `LIMoEBackbone` with `num_experts` experts in each MoE block, and no losses.
 
     Raises:
         ValueError: if `num_experts` is less than a token chooses or more than a block
-            has, the usage of a block is missing, or the model has no such routers, was
-            quantized or given LoRA weights.
+            has, usage is missing, or the model has other routers, LoRA or is quantized.
 
     Source: LIMoE, appendix E.4 and figure 14.
 

@@ -262,8 +262,7 @@ def _check_dtypes(preprocessing, preset):
 def open_preset(preset, load_weights=True):
     """Yield the directory or handle of a preset, and name it in errors meanwhile.
 
-    It is a directory of the cache for a convertible preset with weights, and a
-    temporary one for an architecture.
+    It is of the cache for a converted preset, and temporary for an architecture.
     """
     if not isinstance(preset, str | os.PathLike):
         raise ValueError(

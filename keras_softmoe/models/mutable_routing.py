@@ -51,8 +51,7 @@ class MutableRouting:
             ValueError: if a block has no router, a router has no such setting, or a
                 value is not accepted. The model is then unchanged.
 
-        Source: V-MoE, sections 2.4 and 4, appendices E.3, E.4 and E.7 (groups); LIMoE,
-        appendix E.5 (groups).
+        Source: V-MoE, sections 2.4 and 4, appendices E.3, E.4, E.7; LIMoE, E.5.
 
         Examples:
             >>> model = ksm.models.ViTMoEImageClassifier.from_preset(

@@ -91,8 +91,7 @@ class PairEncoding:
         """Score classes given by their names.
 
         Arguments are as in `encode_image` and `class_embeddings`. Returns `(N, C)`
-        float32, the cosine of each image and class. See `evaluation.zero_shot` for
-        accuracies.
+        float32, cosines of images and classes. Accuracies: `evaluation.zero_shot`.
         """
         classes = self.class_embeddings(class_names, templates)
         return self.encode_image(images, batch_size, verbose) @ classes.T

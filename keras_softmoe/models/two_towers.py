@@ -21,11 +21,9 @@ class TwoTowerBackbone(MoEBackbone, SingleModality):
     Args:
         image_backbone: `ViTMoEBackbone`.
         text_backbone: `TextMoEBackbone`.
-        image_projection_dim: int, width of a dense layer on top of the image tower;
-            `None` for no such layer.
+        image_projection_dim: int, width of a dense layer on the image tower, or `None`.
         text_projection_dim: the same for the text tower.
-        freeze_image: bool, whether the image tower is frozen and in inference mode
-            ("locked image tuning").
+        freeze_image: bool, whether the image tower is frozen ("locked image tuning").
         logit_scale: float, initial value of the learned scale of similarities.
         logit_bias: float or `None`, initial value of a learned bias of similarities.
         dtype: dtype or policy of the projections.
@@ -38,8 +36,7 @@ class TwoTowerBackbone(MoEBackbone, SingleModality):
         and, if there is one, `"logit_bias"` `(B,)`, equal in all rows.
 
     Raises:
-        ValueError: if an argument is of another kind, or the embeddings of the towers
-            differ in width.
+        ValueError: if an argument is of another kind, or the towers differ in width.
 
     Source: Soft MoE, section 4. Unlike its released code, `fit` adds the balancing
     losses of experts in the towers to the contrastive loss.
@@ -147,8 +144,7 @@ class TwoTowerBackbone(MoEBackbone, SingleModality):
 class _ImageTower(keras.layers.Layer):
     """Calls a model; a frozen one without noise, dropout and losses.
 
-    Freezing alone leaves them on, and a functional model overrules `training=False` in
-    the call of its layer.
+    Freezing leaves them on, and a functional model overrules `training=False` in it.
     """
 
     def __init__(self, model, frozen, **kwargs):

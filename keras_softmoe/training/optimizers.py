@@ -34,8 +34,7 @@ class Adam(ByVariable, InOnePass, keras.optimizers.Optimizer):
         weight_decay_rules: optional list of `(pattern, rate)`. A step subtracts
             `learning_rate * rate * variable` with the rate of the first pattern that
             `re.search` finds in `variable.path`; without a match there is no decay.
-        gradient_scale_rules: optional list of `(pattern, factor)` of the same form, for
-            gradients before they are clipped.
+        gradient_scale_rules: optional list of `(pattern, factor)`, before any clipping.
         momentum_dtype: `"bfloat16"` for the first moment, or `None` for the dtype of
             the variables, which the second moment always has.
         **kwargs: arguments of `keras.optimizers.Optimizer`, such as `weight_decay` (one
@@ -221,8 +220,7 @@ class Adafactor(ByVariable, keras.optimizers.Optimizer):
         beta_2_decay: float below 0, the exponent in `1 - step ** beta_2_decay`.
         max_beta_2: float, the largest decay of the squares.
         epsilon: float, added to the squares.
-        min_dim_size_to_factor: int, variables whose second largest axis is shorter keep
-            all their squares.
+        min_dim_size_to_factor: int, least second largest axis of a factored variable.
         momentum_dtype: `"bfloat16"` or `"float32"`, dtype of the momentum.
         weight_decay_rules, gradient_scale_rules: see `Adam`.
         **kwargs: see `Adam`.
@@ -329,8 +327,7 @@ class Muon(MuonByShape, keras.optimizers.Muon):
 
     Args:
         learning_rate: float or schedule.
-        expert_layers: str, regular expression for the paths of variables with a first
-            axis of experts.
+        expert_layers: str, regular expression for paths of `(E, ...)` variables.
         **kwargs: as in `keras.optimizers.Muon`. Name the layers to be left to AdamW,
             such as the last one: `exclude_layers=["predictions"]`.
 

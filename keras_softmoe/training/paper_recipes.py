@@ -216,13 +216,11 @@ class Recipe:
                 width, 3)`, 0 to 255. Labels: int, or `(num_classes,)` with 1 for each
                 true class. Captions: str, or `(S,)` int token ids.
             shuffle_buffer: int, images in memory among which the next one is drawn.
-            seed: int, of the order of the images, the crops and the flips. RandAugment
-                and MixUp are not repeatable.
+            seed: int, of order, crops and flips. (RandAugment and MixUp have none.)
 
         Returns:
-            `tf.data.Dataset` of `(batch_size, image_size, image_size, 3)` float32
-            images, 0 to 255, and `(batch_size, num_classes)` float32 labels or
-            `batch_size` captions.
+            `tf.data.Dataset` of `(batch_size, image_size, image_size, 3)` float32 0 to
+            255, and `(batch_size, num_classes)` float32 labels or captions.
 
         Raises:
             ValueError: if the data have another form, or arrays hold NaN, infinity or
@@ -242,8 +240,7 @@ class Recipe:
         """Return all images once, in batches for `evaluate` or validation.
 
         Takes and returns what `training_data` does. The last batch of labels may be
-        smaller. Pairs that do not fill it are left out: accuracies depend on the number
-        of captions that are compared.
+        smaller. Pairs that do not fill it are left out: accuracies depend on the batch.
         """
         return pipeline.evaluation_batches(
             *self._rows(data),
@@ -422,8 +419,7 @@ def recipe(name: str, **changes) -> Recipe:
 
     Args:
         name: str, one of `recipes()`.
-        **changes: settings of `Recipe`. Those of `"finetuning"` and `"vtab"` lack
-            `num_classes`.
+        **changes: settings of `Recipe`. `"finetuning"` and `"vtab"` need `num_classes`.
 
     Examples:
         >>> recipe = ksm.training.recipe("finetuning", num_classes=10, steps=2_500)

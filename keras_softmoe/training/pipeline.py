@@ -21,8 +21,7 @@ class Augmentation(NamedTuple):
         flip: bool, whether half of the images are mirrored left to right.
         num_operations: int, operations that RandAugment applies one after the other.
         magnitude: float, their strength on the papers' scale, see `AUGMENTATIONS`.
-        mixup_alpha: float, parameter of the Beta distribution from which the weights
-            of MixUp are drawn, or 0.
+        mixup_alpha: float, of the Beta distribution of MixUp's weights, 0 for none.
 
     Examples:
         >>> own = ksm.training.Augmentation(

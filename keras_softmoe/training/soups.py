@@ -44,8 +44,7 @@ def greedy_soup(
             held out. It is called up to `len(checkpoints) * max_size` times.
         max_size: int, parts of the soup at most. LIMoE-H/14's has eight.
 
-    Source: LIMoE, appendix A.3 ("Checkpoint souping"), after Wortsman et al. 2022
-    (model soups), section 2.
+    Source: LIMoE, appendix A.3; Wortsman et al. 2022 (model soups), section 2.
 
     Examples:
         >>> classifier.compile("sgd")
