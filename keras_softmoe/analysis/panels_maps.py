@@ -218,9 +218,8 @@ def _chosen_slots(dispatch, slots):
     known = list(np.ndindex(num_experts, slots_per_expert))
     if not chosen or any(tuple(pair) not in known for pair in chosen):
         raise ValueError(
-            "`slots` must be a positive number of slots, or pairs (expert, slot) out "
-            f"of {num_experts} experts with {slots_per_expert} slots each. "
-            f"Received: slots={slots}."
+            "`slots` must be a positive number, or pairs (expert, slot) of "
+            f"{num_experts} experts with {slots_per_expert} slots. Received: {slots=}."
         )
     return chosen
 

@@ -197,8 +197,8 @@ def _reducers(backbone, routers, labels, tagger, num_pictures, pairs):
     if tagger is not None:
         if "modalities" not in reducers:
             raise ValueError(
-                "`tagger` needs a LIMoE whose tokens choose experts. Received: tagger "
-                f"with {type(backbone).__name__}."
+                "`tagger` needs a LIMoE whose tokens choose experts. "
+                f"Received: {type(backbone).__name__}."
             )
         reducers["words"] = WordReducer(pairs, tagger)
     if num_pictures:

@@ -13,21 +13,19 @@ from typing import NamedTuple
 
 from keras_softmoe.catalogue.released import released
 from keras_softmoe.catalogue.unreleased import unreleased
-from keras_softmoe.checks import check_choice, check_whole_numbers, quote
+from keras_softmoe.checks import check_choice, check_whole_numbers, quote, received
 from keras_softmoe.files import atomic_directory, restore_interrupted
 
 CONFIG_FILE = "config.json"
 METADATA_FILE = "metadata.json"
 _TASK_FILE = "task.json"
-# Files that identify the directory of a preset; other directories may have a
-# `config.json`, too.
+# Files that identify the directory of a preset. (A `config.json` may be another's.)
 PRESET_MARKS = (
     *(METADATA_FILE, _TASK_FILE, "preprocessor.json", "image_converter.json"),
     *("tokenizer.json", "model*.weights.*"),
 )
 
-# Directory of the trained presets: inside the package in a wheel, beside it in a
-# checkout.
+# Directory of the trained presets: in a wheel in the package, in a checkout beside it.
 ROOT = Path(__file__).parent.parent / "_presets"
 if not ROOT.is_dir():
     ROOT = ROOT.parent.parent / "presets"
@@ -91,8 +89,7 @@ def names(
     """
     if not isinstance(containing, str):
         raise ValueError(
-            "`containing` must be a str, a part of a name. Received: "
-            f"containing={quote(containing)}."
+            f"`containing` must be part of a name. {received(containing=containing)}"
         )
     check_choice("weights", weights, (None, True, False))
     if image_size is not None:

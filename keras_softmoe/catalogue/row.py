@@ -27,8 +27,7 @@ _MODULES = {
     "ViTMoEImageConverter": "keras_softmoe.models.image_preprocessor",
     "LIMoEImageConverter": "keras_softmoe.models.contrastive_preprocessor",
 }
-# By the class of the backbone: the class of its image converter, and the task of which
-# KerasHub finds it to be a backbone.
+# By the class of the backbone: classes of its image converter, and of KerasHub's task.
 _CONVERTER_AND_TASK = {
     "ViTMoEBackbone": ("ViTMoEImageConverter", "ImageClassifier"),
     "LIMoEBackbone": ("LIMoEImageConverter", "ContrastiveTask"),

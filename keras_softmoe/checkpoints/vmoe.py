@@ -150,8 +150,7 @@ def _entry(path, leaf, shard_count):
     """Return the `_Entry` of a leaf, whose slices must fill the array exactly."""
     name = "/".join(path)
     about, boxes, shards = _unpack(_inside(leaf, _INDEX_ENTRY))
-    # The third is whether JAX may change the dtype in an operation, the fourth names
-    # of axes.
+    # Third is whether JAX may change the dtype in operations, fourth names of axes.
     shape, dtype, _, axes = _unpack(about)
     shape = tuple(shape)
     sizes = len(shape) <= _MAX_AXES and all(is_whole_number(n, 0) for n in shape)

@@ -81,8 +81,7 @@ class Backup(keras.callbacks.Callback):
     def _start(self, epoch=0, batches=0):
         # Completed batches of this epoch, and how many of them are not saved
         self._epoch, self._batches, self._unsaved = epoch, batches, 0
-        # Batches of earlier epochs to draw, and whether the first epoch of this `fit`
-        # was interrupted
+        # Batches of earlier epochs to draw; whether this `fit` resumes within an epoch
         self._earlier, self._is_resumed = 0, False
         # Metrics in the backup, and the logs of skipped batches
         self._metrics, self._logs = None, {}
@@ -141,8 +140,7 @@ class Backup(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         if batch < self._batches:
             if batch + 1 == self._batches and self._saved_generators is not None:
-                # Skipped steps have drawn nothing. (The data have, so Python's and
-                # NumPy's generators have advanced.)
+                # Skipped steps have drawn nothing. (Data have, from other generators.)
                 set_backend_states(self._saved_generators[1])
                 self._saved_generators = None
             return
@@ -258,9 +256,8 @@ class Backup(keras.callbacks.Callback):
             pairs = zip(expected, found, strict=False)
             first = next((f"; {a}, for {b}" for a, b in pairs if a != b), "")
             raise ValueError(
-                f"The backup in '{self.path}' is of another {kind}. Received: "
-                f"{len(expected)} variables, for {len(found)}{first}. Remove it to "
-                "start from the beginning."
+                f"The backup in '{self.path}' is of another {kind}: remove it to start "
+                f"anew. Received: {len(expected)} variables, for {len(found)}{first}."
             )
         for variable, dataset in zip(variables, datasets, strict=True):
             # The state of the optimizer would belong to other variables.
@@ -361,8 +358,7 @@ def open_backup(path):
         except (OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise ValueError(
                 f"The backup in '{path}' cannot be read: it is damaged, or not a file "
-                "of this callback. Remove it to start from the beginning. Received: "
-                f"{error}"
+                f"of this callback. Remove it to start anew. Received: {error}"
             ) from error
         yield backup
 

@@ -306,8 +306,7 @@ class ReplicaParallel(EachBatch, keras.distribution.DataParallel):
     batch_axes = BATCH_AXIS
 
     def get_tensor_layout(self, path):
-        # Slots have this layout anyway. `MoE` uses it to warn if groups do not divide
-        # among the devices.
+        # Slots have this layout anyway. `MoE` uses it to warn of groups that are split.
         if path.endswith("/slots_of_groups"):
             return self._layout([self.batch_axes, None, None, None], self.device_mesh)
         return super().get_tensor_layout(path)

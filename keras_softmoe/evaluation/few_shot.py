@@ -135,8 +135,7 @@ def few_shot_probe(
     if not isinstance(l2, str) or l2 not in ("train", "test"):
         if not checks.is_number(l2) or l2 <= 0:
             raise ValueError(
-                "`l2` must be 'train', 'test' or a positive number. Received: "
-                f"l2={l2!r}."
+                f"`l2` must be 'train', 'test' or a positive number. Received: {l2=}."
             )
         grid = (float(l2),)
     model, preprocessor = _model_and_preprocessor(backbone, preprocessor)
@@ -244,7 +243,7 @@ def _integers(name, values, minimum):
     whole = all(checks.is_whole_number(value, minimum) for value in found)
     if not found or not whole or len(set(found)) < len(found):
         raise ValueError(
-            f"`{name}` must be distinct integers, each at least {minimum}. "
+            f"`{name}` must be distinct integers, at least {minimum}. "
             f"Received: {name}={values}."
         )
     return tuple(int(value) for value in found)

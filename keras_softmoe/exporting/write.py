@@ -113,8 +113,7 @@ def _write_torch(model, filepath, input_signature, options):
         **options,
     }
     with exports.sizes_may_be_one():
-        # The weights are constants of the function. Those of a module would be written
-        # twice.
+        # The weights are constants of the function. A module's would be written twice.
         exported = torch.export.export(Module(), examples, **arguments)
     exports.drop_assertions_of_more_than_one(exported.graph_module.graph)
     torch.export.save(exported, filepath)

@@ -219,8 +219,7 @@ class EqualExperts(keras.initializers.Initializer):
 
     def __call__(self, shape, dtype=None):
         one = self.initializer((1, *shape[1:]), dtype=dtype)
-        # Not `repeat`: on PyTorch its result shares memory, which no optimizer can
-        # update in place.
+        # Not `repeat`: on PyTorch its result shares memory, which optimizers refuse.
         return ops.zeros(shape, dtype=dtype) + one
 
     def get_config(self):

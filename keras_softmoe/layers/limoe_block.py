@@ -35,15 +35,13 @@ class LIMoEBlock(EncoderBlock):
         shapes = inputs_shape
         if not isinstance(shapes, dict) or not shapes or None in shapes.values():
             raise ValueError(
-                "Tokens are a dict from one or more names of modalities to tensors. "
-                f"Received: shapes={shapes}."
+                f"Tokens are a dict from modalities to tensors. Received: {shapes=}."
             )
         for shape in shapes.values():
             check_tokens_shape(shape)
         if len({shape[-1] for shape in shapes.values()}) > 1:
             raise ValueError(
-                "The modalities that are routed together must have one width. "
-                f"Received: shapes={shapes}."
+                f"Modalities routed together must have one width. Received: {shapes=}."
             )
         batch, _, width = next(iter(shapes.values()))
         num_tokens = sum(shape[1] for shape in shapes.values())
@@ -82,8 +80,7 @@ class LIMoEBlock(EncoderBlock):
         return {name: self._sum(x, outputs[name], training) for name, x in sums.items()}
 
     def compute_mask(self, inputs, previous_mask=None):
-        # An entry for each modality: Keras would use the only entry of a shorter dict
-        # for the first one.
+        # An entry for each modality: Keras would use a single one for the first.
         if previous_mask is None:
             return None
         return {name: previous_mask.get(name) for name in inputs}

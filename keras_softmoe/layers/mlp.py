@@ -14,14 +14,12 @@ from keras_softmoe.types import Tensor
 
 def _exact_gelu(x):
     if keras.backend.backend() == "tensorflow":
-        # TensorFlow's has the complementary error function, which runtimes of exported
-        # files do not support.
+        # TensorFlow's has a function that runtimes of exported files do not support.
         return 0.5 * x * (1.0 + ops.erf(math.sqrt(0.5) * x))
     return ops.gelu(x, approximate=False)
 
 
-# The papers' code has the tanh approximation everywhere; models from PyTorch have the
-# exact one.
+# The papers' code has the tanh approximation; models from PyTorch have the exact one.
 _ACTIVATIONS = {"gelu_tanh": gelu, "gelu": _exact_gelu}
 ACTIVATIONS = tuple(_ACTIVATIONS)
 

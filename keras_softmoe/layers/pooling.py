@@ -69,8 +69,7 @@ def _pool_masked(tokens, pooling, mask):
         # Zeros of masked tokens would be larger than negative values.
         largest = ops.amax(where(mask, tokens, -float("inf")), axis=1)
         return where(ops.any(mask, axis=1), largest, 0.0)
-    # The first or the last token that is not masked: it has the largest number, and
-    # masked tokens have 0, (B, S).
+    # The first or last token without a mask has the largest number, masked 0, (B, S)
     place = positions(tokens.shape[1], tokens)
     place = place + 1 if pooling == "last" else tokens.shape[1] - place
     places = where(mask[..., 0], place, 0)

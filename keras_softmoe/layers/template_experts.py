@@ -61,8 +61,7 @@ class TemplateExperts(layers.Layer):
         super().__init__(**kwargs)
         self.num_experts = num_experts
         self.equal_experts = equal_experts
-        # `given` is the user's, `used` the one that computes. Not attributes of their
-        # own: Keras would track them.
+        # `given` is the user's, `used` the one that computes; both untracked by Keras.
         self._templates = Templates(expert)
 
     @property

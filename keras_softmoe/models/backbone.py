@@ -28,8 +28,7 @@ _WEIGHTS_PER_BYTE = 2
 # Weights that a file need not hold: positions are resampled for larger images.
 _RESAMPLED = 1 << 25
 
-# Bytes of the files from which weights are loaded; infinite if unknown, `None` for
-# models that keep their random weights.
+# Bytes of the files with the weights to load; infinite if unknown, `None` without any.
 _FILE_BYTES = contextvars.ContextVar("file_bytes", default=None)
 
 
@@ -272,8 +271,7 @@ class SingleModality:
         if self._encoders is None:
             self._encoders = SimpleNamespace(image=(None, None), text=(None, None))
         encoder, compiled_weights = getattr(self._encoders, modality)
-        # A compiled encoder has its weights built in, which quantization and LoRA
-        # replace.
+        # A compiled encoder has built-in weights, which quantization and LoRA replace.
         weights = [(variable.path, variable.dtype) for variable in self.variables]
         if weights != compiled_weights:
             like = self.input[INPUTS[modality]]

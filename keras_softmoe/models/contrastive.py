@@ -192,8 +192,7 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
         arguments.check_vocabulary(y, self.backbone)
 
     def preprocess_samples(self, x, y=None, sample_weight=None):
-        # Not `super()`: in a `tf.data` pipeline AutoGraph may resolve it to the class
-        # of another caller.
+        # Not `super()`, which AutoGraph may resolve to the class of another caller.
         if self.preprocessor is not None:
             x = keras_hub.models.Task.preprocess_samples(self, x, y, sample_weight)
         elif y is not None:

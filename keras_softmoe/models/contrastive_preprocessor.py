@@ -117,8 +117,7 @@ class ContrastivePreprocessor(keras_hub.models.Preprocessor):
                 f"Received: captions of shape {captions.shape}, "
                 f"dtype {captions.dtype.name}."
             )
-        # `keras.utils.set_random_seed` clears the caches of TensorFlow that hold the
-        # vocabularies of existing tokenizers.
+        # `keras.utils.set_random_seed` clears the caches that hold vocabularies.
         with tf.init_scope():
             self.tokenizer.set_proto(self.tokenizer.proto)
         tokens = self.tokenizer(captions)

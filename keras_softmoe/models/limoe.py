@@ -268,13 +268,11 @@ def _check(backbone, usage, num_experts):
     missing = sorted(set(routers) - set(usage))
     if missing:
         raise ValueError(
-            f"The usage of blocks {missing} is missing. Received: usage of blocks "
-            f"{sorted(usage)}."
+            f"The usage of blocks {missing} is missing. Received: {sorted(usage)}."
         )
     experts = [block.moe.experts for block in backbone.blocks if block.moe]
     banks = [bank for layer in experts for bank in layer.banks]
     if any(bank.quantization_mode or bank.lora_enabled for bank in banks):
         raise ValueError(
-            "Quantized experts and those with LoRA weights cannot be pruned. Received: "
-            f"model={backbone.name!r}."
+            f"Quantized or LoRA experts cannot be pruned. Received: {backbone.name!r}."
         )

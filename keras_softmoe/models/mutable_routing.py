@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 from keras_softmoe.architecture import moe_layers_of
-from keras_softmoe.checks import is_whole_number, quote
+from keras_softmoe.checks import is_whole_number, quote, received
 from keras_softmoe.keras_adapter import runs
 from keras_softmoe.routers.recording import is_recording
 from keras_softmoe.sharding.constraints import check_placement
@@ -30,8 +30,7 @@ class MutableRouting:
     mixin comes last and cannot override Keras' methods.)
     """
 
-    # Settings that each step was compiled with. In an object that Keras does not track:
-    # a dict would become part of the model.
+    # Settings that each step was compiled with, untracked by Keras, unlike a dict.
     _compiled_settings = None
 
     def set_routing(self, layers=None, **settings):
@@ -68,8 +67,7 @@ class MutableRouting:
         known = [i for i in layers if isinstance(i, str) or is_whole_number(i, 0)]
         if len(known) < len(layers) or not set(known) <= routers.keys():
             raise ValueError(
-                f"`layers` must be some of the MoE blocks, {sorted(routers)}. "
-                f"Received: layers={quote(layers)}."
+                f"`layers` must be among {sorted(routers)}. {received(layers=layers)}"
             )
         if settings and not routers:
             raise ValueError(

@@ -15,8 +15,7 @@ from keras_softmoe.checkpoints import Checkpoint
 
 _BLOCK = r"Encoder/encoderblock_\1/"
 _POSITIONS = "Encoder/posembed_input/pos_embedding"
-# Part of the path of our variable (a pattern) -> theirs. The rest of the path is
-# translated word by word.
+# Part of the path of our variable (a pattern) -> theirs. The rest goes word by word.
 _PARTS = (
     (r"patch_embedding/projection/", "embedding/"),
     (r"class_token/class_token", "cls"),

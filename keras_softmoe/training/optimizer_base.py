@@ -125,8 +125,7 @@ class ByVariable(adapter.OwnAverages):
     def finalize_variable_values(self, var_list):
         super().finalize_variable_values(var_list)
         if self.use_ema:
-            # On JAX variable and average would now share their memory, which the next
-            # `fit` may donate only once.
+            # On JAX both would share memory, which the next `fit` may donate only once.
             for average in adapter.averages_of(self):
                 if average is not None:
                     average.assign(ops.copy(average))

@@ -146,8 +146,7 @@ def _can_fuse(tensors):
     """Return whether PyTorch has a fused step of Adam for these tensors."""
     import torch
 
-    # A tensor spread over devices has a type of its own. Transposed gradients would be
-    # read in the wrong order.
+    # A spread tensor has its own type. Transposed gradients would be read in disorder.
     return all(
         type(x) is torch.Tensor
         and x.dtype in (torch.float32, torch.float64)

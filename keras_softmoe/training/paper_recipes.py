@@ -18,8 +18,7 @@ from keras_softmoe.types import Data
 
 _OPTIMIZERS = {"adam": Adam, "sgd": SGD, "adafactor": Adafactor}
 
-# Arguments of `compile`. Of labels: functions that make them. Of pairs: names for
-# `models.LIMoEContrastive.compile`.
+# Arguments of `compile`. Of labels: functions that make them. Of pairs: names of losses
 _LABEL_LOSSES = {
     "sigmoid": lambda: {"loss": SigmoidCrossentropy(), "metrics": [PrecisionAt1()]},
     "softmax": lambda: {
@@ -300,8 +299,7 @@ _SOFT_MOE = Recipe(
     source="Soft MoE, sections 3.3 and 3.4, appendices E and J",
 )
 
-# Chosen here: all other numbers are Soft MoE's, whose recipe has the same kind of
-# schedule and weight decay.
+# Chosen here: all others are Soft MoE's, with the same kind of schedule and decay.
 _VMOE_15B = dataclasses.replace(
     _SOFT_MOE,
     steps=2_900_000,
@@ -371,8 +369,7 @@ _LIMOE = Recipe(
     source="LIMoE, appendices A and A.1 to A.3, table 4",
 )
 
-# The paper states no number of the training. Chosen here: LIMoE's, with the steps,
-# warmup and batch of its ablations.
+# Not in the paper. Chosen here: LIMoE's, with steps, warmup, batch of its ablations.
 _SOFT_MOE_CONTRASTIVE = dataclasses.replace(
     _LIMOE,
     steps=100_000,
