@@ -171,9 +171,8 @@ def spread_of(values):
 
 def legend_beside(figure, handles):
     """Draw a legend to the right of all panels, from a dict of labels to artists."""
-    figure.legend(
-        handles.values(), handles.keys(), loc="outside right center", fontsize=8
-    )
+    place = "outside right center"
+    figure.legend(handles.values(), handles.keys(), loc=place, fontsize=8)
 
 
 def labelled(ax):

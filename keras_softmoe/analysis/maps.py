@@ -185,10 +185,8 @@ def _weights(decision, num_tokens, count):
 
 def _main_experts(dispatch, combine):
     """Return the expert of the largest weight, `(...)`, of `(..., E, C)` weights."""
-    # (..., E)
-    weight = combine.sum(axis=-1)
     dropped = dispatch.sum(axis=(-2, -1)) == 0
-    return np.where(dropped, -1, weight.argmax(axis=-1))
+    return np.where(dropped, -1, combine.sum(axis=-1).argmax(axis=-1))
 
 
 class PatchReducer:
@@ -270,8 +268,7 @@ class ExampleReducer:
                 continue
             cut = _patches(images, self._pairs.backbone.patch_grid)
             for expert, best in enumerate(self._patches[name]):
-                probability = probabilities[..., expert]
-                chosen = np.where(first == expert, probability, -1.0)
+                chosen = np.where(first == expert, probabilities[..., expert], -1.0)
                 best.add(chosen, cut.__getitem__)
 
     def result(self):
@@ -282,8 +279,7 @@ class ExampleReducer:
         if "image" in routed:
             best = self._patches[block]
             found["patches"] = [x.images for x in best]
-            probabilities = [x.weights.astype("float32") for x in best]
-            found["patch_probabilities"] = probabilities
+            found["patch_probabilities"] = [x.weights.astype("float32") for x in best]
         if "text" in routed:
             ids, found["word_probabilities"] = self._words[block].surest(self._count)
             found["words"] = [pieces(self._pairs.tokenizer, i) for i in ids]
@@ -312,8 +308,7 @@ class _Best:
         # Stable: of equals the first.
         for image in np.argsort(-best, kind="stable")[: self._count]:
             if best[image] >= 0:
-                found = cut((image, patches[image]))
-                self._found.append((best[image], found))
+                self._found.append((best[image], cut((image, patches[image]))))
         self._found.sort(key=lambda pair: -pair[0])
         del self._found[self._count :]
 

@@ -249,8 +249,7 @@ def _queue(router, scores, masks):
     if priority not in PRIORITIES:
         # One modality first; where it is missing, by position.
         none = np.zeros(scores.shape[:2])
-        first = masks.get(priority.removesuffix("_first"), none)
-        priority = first.astype("float32")
+        priority = masks.get(priority.removesuffix("_first"), none).astype("float32")
     queue = token_choice(
         scores,
         router.num_selected_experts,
@@ -314,10 +313,8 @@ class WordReducer:
         found = {}
         for name, sums in self._sums.items():
             tags = sorted(sums, key=lambda tag: (tag == PADDING_TAG, -sums[tag][0]))
-            num_tokens, assigned = zip(*(sums[tag] for tag in tags), strict=True)
-            found[name] = WordStatistics(
-                tuple(tags), np.array(num_tokens), np.array(assigned)
-            )
+            counts = zip(*(sums[tag] for tag in tags), strict=True)
+            found[name] = WordStatistics(tuple(tags), *map(np.array, counts))
         return found
 
     def _tags(self, token_ids):

@@ -107,8 +107,7 @@ def by_class(blocks, class_names=None, sort=True):
             excess = weights[classes] - weights[classes].mean(axis=0)
             experts = np.argsort(-excess.max(axis=0), kind="stable")
             excess = excess[:, experts]
-            order = np.lexsort((-excess.max(axis=1), excess.argmax(axis=1)))
-            classes = classes[order]
+            classes = classes[np.lexsort((-excess.max(axis=1), excess.argmax(axis=1)))]
         top = drawing.end_of_scale(weights[classes], 0.995)
         shown = weights[np.ix_(classes, experts)]
         style = {"aspect": "auto", "interpolation": "nearest"}

@@ -108,8 +108,7 @@ def discarded(maps):
         for ax, image, patches in zip(column, maps.images, taken_by_none, strict=True):
             drawing.draw_image(ax, image)
             drawing.hatch_patches(ax, image, patches)
-            share = f"{patches.mean():.0%} discarded"
-            ax.set_xlabel(share, fontsize=7, labelpad=2)
+            ax.set_xlabel(f"{patches.mean():.0%} discarded", fontsize=7, labelpad=2)
     title = f"Patches that no expert takes\n{drawing.block_title(maps.block)}"
     if maps.priority is not None:
         priority = drawing.PRIORITY_NAMES.get(maps.priority, maps.priority)
@@ -203,8 +202,7 @@ def pair(maps, index=0):
     for ax, expert in zip(axes[1:], shown, strict=True):
         drawing.draw_image(ax, _faded(image, patch_experts == expert))
         ax.set_title("dropped" if expert < 0 else f"expert {expert}", fontsize=9)
-        taken = word_experts == expert
-        _write_below(ax, _counted(np.extract(taken, words)))
+        _write_below(ax, _counted(np.extract(word_experts == expert, words)))
     title = f"Experts of one pair, {drawing.block_title(maps.block)}"
     figure.suptitle(title, fontsize=11)
     return figure

@@ -44,8 +44,7 @@ def modality_load(blocks):
         experts = range(len(block.padding))
         drawing.name_ticks(ax.xaxis, experts, experts, _MOST_EXPERT_TICKS)
         drawing.plain_axes(ax, 7)
-    thousands = matplotlib.ticker.EngFormatter(sep="")
-    figure.axes[0].yaxis.set_major_formatter(thousands)
+    figure.axes[0].yaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
     drawing.label_axes(figure, "expert", "tokens")
     drawing.legend_beside(figure, handles)
     return figure

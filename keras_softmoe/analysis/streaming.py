@@ -229,8 +229,7 @@ def batches_of(model, data, batch_size, preprocessor):
     else:
         count = len(data) if hasattr(data, "__len__") else None
         batches = iter(data)
-    inputs = (_inputs(backbone, batch, preprocessor, own) for batch in batches)
-    return inputs, count
+    return (_inputs(backbone, batch, preprocessor, own) for batch in batches), count
 
 
 def _inputs(backbone, batch, preprocessor, own):
@@ -242,9 +241,11 @@ def _inputs(backbone, batch, preprocessor, own):
     if preprocessor is not None:
         batch = preprocessor(batch)
     # What is no tensor of this backend may be one of another framework.
-    return keras.tree.map_structure(
-        lambda x: x if ops.is_tensor(x) else np.asarray(x), batch
-    )
+    return keras.tree.map_structure(_as_array, batch)
+
+
+def _as_array(x):
+    return x if ops.is_tensor(x) else np.asarray(x)
 
 
 PADDING = 0

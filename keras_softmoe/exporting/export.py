@@ -151,8 +151,7 @@ def _check(model, filepath, format):
             f"installed here: `pip install {' '.join(missing)}`."
         )
     layers = flatten_layers(model)
-    computed = {layer.compute_dtype for layer in layers}
-    half = sorted(computed & {"float16", "bfloat16"})
+    half = sorted({layer.compute_dtype for layer in layers} & {"float16", "bfloat16"})
     if half and not has_half_precision:
         raise ValueError(
             f"A model in the format '{format}' must compute in float32. Received: a "

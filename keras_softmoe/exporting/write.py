@@ -46,8 +46,7 @@ def write(model, filepath, format, input_signature, preprocessing, options):
 
 def image_converter(model):
     """Return the image converter of a model, whose only input must be images."""
-    preprocessor = getattr(model, "preprocessor", None)
-    converter = getattr(preprocessor, "image_converter", None)
+    converter = getattr(getattr(model, "preprocessor", None), "image_converter", None)
     if converter is None or not isinstance(model.input, keras.KerasTensor):
         raise ValueError(
             "`preprocessing=True` needs a model with images as its only input and a "

@@ -186,9 +186,8 @@ class PositionEmbedding(Layer):
         patches = np.reshape(table[:, first:], (*grid, width))
         patches = position.resample_position_grid(patches, *self.grid, self.resampling)
         patches = reshape(patches, (-1, width))
-        return ops.concatenate(
-            [ops.convert_to_tensor(table[:, :first]), patches[None]], axis=1
-        )
+        others = ops.convert_to_tensor(table[:, :first])
+        return ops.concatenate([others, patches[None]], axis=1)
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -235,12 +234,11 @@ class TokenEmbedding(Layer):
         self.output_dim = output_dim
         self.mask_padding = mask_padding
         self.supports_masking = mask_padding
+        initial = keras.initializers.RandomNormal(stddev=output_dim**-0.5)
         self.token_embedding = keras.layers.Embedding(
             vocabulary_size,
             output_dim,
-            embeddings_initializer=keras.initializers.RandomNormal(
-                stddev=output_dim**-0.5
-            ),
+            embeddings_initializer=initial,
             dtype=self.dtype_policy,
             name="token_embedding",
         )

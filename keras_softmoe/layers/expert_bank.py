@@ -373,7 +373,6 @@ def _from_int4(packed, scale, zero, units, block_size):
     if scale.shape[1] > 1:
         # One scale for each row of a block; the last block may be shorter.
         width = packed.shape[1]
-        scale, zero = (
-            ops.repeat(x, block_size, axis=1)[:, :width] for x in (scale, zero)
-        )
+        parts = (ops.repeat(x, block_size, axis=1) for x in (scale, zero))
+        scale, zero = (x[:, :width] for x in parts)
     return ops.cast(values - zero, scale.dtype) * scale

@@ -68,9 +68,8 @@ class ImageMoE(MoE):
             slots = self._rounded(slots)
         # (G, E, C, S * D)
         slots = dispatch(slots, routing, sharded)
-        slots = slots_of_images(
-            self.experts, slots, self._map_shape, training=training, **rows
-        )
+        known = {"training": training, **rows}
+        slots = slots_of_images(self.experts, slots, self._map_shape, **known)
         if self.dispatch_dtype:
             slots = self._rounded(slots)
         outputs = combine(slots, routing, tokens.shape[1], sharded)

@@ -54,8 +54,7 @@ class _MaskedPooling(keras.Operation):
         return _pool_masked(tokens, self.pooling, mask)
 
     def compute_output_spec(self, tokens, mask):
-        shape = (tokens.shape[0], tokens.shape[2])
-        return keras.KerasTensor(shape, tokens.dtype)
+        return keras.KerasTensor((tokens.shape[0], tokens.shape[2]), tokens.dtype)
 
 
 def _pool_masked(tokens, pooling, mask):
@@ -129,14 +128,10 @@ class AttentionPooling(Layer):
         self.use_qk_norm = use_qk_norm
         self.activation = activation
         self.layer_norm_epsilon = layer_norm_epsilon
-        dtype = self.dtype_policy
-        self.attention = Attention(
-            num_heads, use_qk_norm=use_qk_norm, dtype=dtype, name="attention"
-        )
-        self.mlp_norm = LayerNormalization(
-            layer_norm_epsilon, dtype=dtype, name="mlp_norm"
-        )
-        self.mlp = MLP(mlp_dim, activation=activation, dtype=dtype, name="mlp")
+        own, epsilon = {"dtype": self.dtype_policy}, layer_norm_epsilon
+        self.attention = Attention(num_heads, use_qk_norm, name="attention", **own)
+        self.mlp_norm = LayerNormalization(epsilon, name="mlp_norm", **own)
+        self.mlp = MLP(mlp_dim, activation, name="mlp", **own)
         self.supports_masking = True
 
     def build(self, tokens_shape):

@@ -76,8 +76,7 @@ class TemplateExperts(layers.Layer):
                 f"with {self.num_experts} experts. Received: slots_shape={slots_shape}."
             )
         template, self._slot_shape = self._templates.build(tuple(slots_shape[3:]))
-        draws = layers.states_of_draws(template)
-        if draws:
+        if layers.states_of_draws(template):
             self.seed_generator = keras.random.SeedGenerator()
         copies = [template]
         if template is not self.expert and not self.equal_experts:

@@ -55,9 +55,7 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
     further_keys = ("quantization",)
 
     def __init__(self, architecture, inputs, outputs, name, trainable):
-        super().__init__(
-            inputs=inputs, outputs=outputs, dtype=architecture.dtype, name=name
-        )
+        super().__init__(inputs, outputs, dtype=architecture.dtype, name=name)
         if trainable is not True:
             configuration.set_trainable_argument(self, trainable)
         self._architecture = architecture
@@ -276,9 +274,8 @@ class SingleModality:
         if weights != compiled_weights:
             like = self.input[INPUTS[modality]]
             x = keras.Input(like.shape[1:], dtype=like.dtype, name=INPUTS[modality])
-            encoder = ModalityEncoder(
-                x, self._encode({modality: x}), name=f"{modality}_encoder"
-            )
+            outputs = self._encode({modality: x})
+            encoder = ModalityEncoder(x, outputs, name=f"{modality}_encoder")
             setattr(self._encoders, modality, (encoder, weights))
         return encoder
 

@@ -76,8 +76,7 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
         if optimizer == "auto":
             optimizer = keras.optimizers.AdamW(3e-4)
         if loss in ("auto", None):
-            has_bias = "logit_bias" in self.backbone.output
-            loss = "sigmoid" if has_bias else "softmax"
+            loss = "sigmoid" if "logit_bias" in self.backbone.output else "softmax"
         check_choice("loss", loss, tuple(LOSSES))
         check_choice("metrics", metrics, ("auto", None))
         super().compile(optimizer=optimizer, **kwargs)
@@ -129,8 +128,7 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
         loss = ops.mean(LOSSES[self._loss_name](self.logits(y_pred)))
         losses = self.losses if training else []
         self._own_metrics.routing_loss.count(losses)
-        extras = [ops.cast(ops.sum(x), loss.dtype) for x in losses]
-        return sum(extras, start=loss)
+        return sum((ops.cast(ops.sum(x), loss.dtype) for x in losses), start=loss)
 
     def compute_metrics(self, x, y, y_pred, sample_weight=None):
         accuracies = self._own_metrics.accuracies

@@ -105,9 +105,8 @@ def model_for(
     classifier has its preprocessor itself, so the second result is `None`.
     """
     given = {name: value for name, value in given.items() if value is not None}
-    found = checkpoints.read_vit_settings(
-        checkpoint.shapes, **{**checkpoint.settings, **given}
-    )
+    given = {**checkpoint.settings, **given}
+    found = checkpoints.read_vit_settings(checkpoint.shapes, **given)
     settings = {**found.settings, "dtype": "float32"}
     if found.num_experts is not None:
         is_soft = found.slots_per_expert is not None

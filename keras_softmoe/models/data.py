@@ -26,10 +26,9 @@ _tracing = threading.Lock()
 
 def gives_batches(x):
     """Return whether `x` is an iterable of batches, not an array or a list of rows."""
-    is_array = isinstance(x, (str, list, tuple, dict)) or hasattr(x, "shape")
-    return not is_array and (
-        isinstance(x, keras.utils.PyDataset) or hasattr(x, "__iter__")
-    )
+    if isinstance(x, (str, list, tuple, dict)) or hasattr(x, "shape"):
+        return False
+    return isinstance(x, keras.utils.PyDataset) or hasattr(x, "__iter__")
 
 
 def prepare(
@@ -96,9 +95,7 @@ def prepare(
         inputs, *_ = keras.utils.unpack_x_y_sample_weight(x.element_spec)
         model.check_input(inputs)
         with _tracing:
-            batches = x.map(
-                model.preprocess_samples, num_parallel_calls=tf.data.AUTOTUNE
-            )
+            batches = x.map(model.preprocess_samples, tf.data.AUTOTUNE)
         return batches.prefetch(tf.data.AUTOTUNE)
     distribution = keras.distribution.distribution()
     if num_processes() > 1 and getattr(distribution, "auto_shard_dataset", False):

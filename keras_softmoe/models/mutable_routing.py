@@ -177,9 +177,8 @@ def _check_optimizer(model):
     # Keras would fail in the middle of a step, or go on training what was frozen.
     now = {id(v): v.path for v in model.trainable_variables}
     before = {id(v): v.path for v in runs.variables_of(optimizer)}
-    changed = [
-        path for i, path in (now | before).items() if (i in now) != (i in before)
-    ]
+    one_sided = now.keys() ^ before.keys()
+    changed = [path for i, path in (now | before).items() if i in one_sided]
     if changed:
         raise ValueError(
             "Weights were frozen, unfrozen or replaced since the optimizer was built: "

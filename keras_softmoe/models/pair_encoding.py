@@ -58,8 +58,7 @@ class PairEncoding:
                     batch = self.preprocessor.convert(batch)
                 batch = repeat_grey(batch, backbone.image_shape[-1])
                 arguments.check_images(batch, backbone.image_shape)
-            found = encoder.predict_on_batch(batch)
-            embeddings.append(found[f"{modality}_embedding"])
+            embeddings.append(encoder.predict_on_batch(batch)[f"{modality}_embedding"])
             bar.update(min(start + batch_size, len(inputs)))
         return np.concatenate(embeddings)
 

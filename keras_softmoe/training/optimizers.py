@@ -75,8 +75,7 @@ class Adam(ByVariable, InOnePass, keras.optimizers.Optimizer):
             return
         super().build(variables)
         if self.momentum_dtype is None:
-            names = ["momentum", "velocity"]
-            added = self.add_optimizer_variables(variables, names)
+            added = self.add_optimizer_variables(variables, ["momentum", "velocity"])
             self.momentums, self.velocities = added
             return
         self.velocities = self.add_optimizer_variables(variables, "velocity")

@@ -99,10 +99,8 @@ class Recipe:
 
     def __post_init__(self):
         names = ("steps", "batch_size", "image_size", "steps_per_epoch", "num_classes")
-        given = {name: getattr(self, name) for name in names}
-        checks.check_whole_numbers(
-            1, **{k: v for k, v in given.items() if v is not None}
-        )
+        given = ((name, getattr(self, name)) for name in names)
+        checks.check_whole_numbers(1, **{k: v for k, v in given if v is not None})
         checks.check_choice("loss", self.loss, (*_LABEL_LOSSES, *_PAIR_LOSSES))
         checks.check_choice("optimizer", self.optimizer, tuple(_OPTIMIZERS))
         augmentation = pipeline.named_augmentation(self.augmentation)

@@ -60,9 +60,8 @@ class WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
         cooldown_steps: int = 0,
     ):
         check_choice("decay", decay, ("linear", "cosine", "rsqrt"))
-        check_numbers(
-            over=0, peak_learning_rate=peak_learning_rate, timescale=timescale
-        )
+        check_numbers(over=0, peak_learning_rate=peak_learning_rate)
+        check_numbers(over=0, timescale=timescale)
         check_numbers(
             least=0,
             total_steps=total_steps,
@@ -129,6 +128,5 @@ class WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
         return self.end_learning_rate + span * left
 
     def get_config(self):
-        return {
-            name: getattr(self, name) for name in keyword_names(type(self).__init__)
-        }
+        names = keyword_names(type(self).__init__)
+        return {name: getattr(self, name) for name in names}

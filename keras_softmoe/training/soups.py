@@ -128,6 +128,6 @@ def _as_number(value, index):
         number = math.nan
     if math.isnan(number):
         raise ValueError(
-            f"`score` must return one number. Received: {value!r}, checkpoint {index}."
+            f"`score` returns one number. Received: {value!r} with checkpoint {index}."
         )
     return number
