@@ -35,7 +35,7 @@ class LIMoEBlock(EncoderBlock):
         shapes = inputs_shape
         if not isinstance(shapes, dict) or not shapes or None in shapes.values():
             raise ValueError(
-                f"Tokens: a dict from one or more names to tensors. Received: {shapes=}."
+                f"Tokens: a dict of one or more names to tensors. Received: {shapes=}."
             )
         for shape in shapes.values():
             check_tokens_shape(shape)

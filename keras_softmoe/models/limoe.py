@@ -274,5 +274,6 @@ def _check(backbone, usage, num_experts):
     banks = [bank for layer in experts for bank in layer.banks]
     if any(bank.quantization_mode or bank.lora_enabled for bank in banks):
         raise ValueError(
-            f"Quantized or LoRA experts cannot be pruned. Received: {backbone.name!r}."
+            "Quantized experts and those with LoRA weights cannot be pruned. Received: "
+            f"model={backbone.name!r}."
         )
