@@ -53,8 +53,7 @@ def test_names(catalogue):
 
 def test_names_of_some_presets():
     every = presets.names()
-    soft = presets.names("soft_moe", weights=True)
-    assert soft == [
+    assert presets.names("soft_moe", weights=True) == [
         "soft_moe_micro_patch4_25e_20_letters",
         "soft_moe_tiny_patch4_16e_32_glyphs",
     ]

@@ -53,8 +53,7 @@ def test_download_of_one_file(web, tmp_path, capsys, verbose):
     np.savez(folder / "vit.npz", **ARRAYS)
     copy = checkpoints.download_checkpoint(f"{url}/vit.npz", tmp_path, verbose)
     assert copy == str(tmp_path / "vit.npz")
-    content = (folder / "vit.npz").read_bytes()
-    assert (tmp_path / "vit.npz").read_bytes() == content
+    assert (tmp_path / "vit.npz").read_bytes() == (folder / "vit.npz").read_bytes()
     output = capsys.readouterr().out
     assert ("Downloading data from" in output) == bool(verbose)
 
