@@ -70,12 +70,10 @@ class RoutingMaps(NamedTuple):
             slot `c` of expert `e`: weights of soft routers, 0 or 1 of sparse ones.
         combine: array of the same shape, weights of the slots' outputs for each patch.
         words: list of `B` lists of str, the pieces of each caption and its padding.
-        word_experts: `(B, sequence_length)` int array, the expert of the largest weight
-            for each piece, -1 where no expert takes it.
+        word_experts: `(B, sequence_length)` int array, main experts, -1 where dropped.
         patches: `ExpertPatches` of all images of the pass, for sparse routers.
         examples: `ExpertExamples` of all pairs of the pass, for LIMoE.
-        discarded: dict from capacity factors to `(B, rows, columns)` bool arrays, the
-            patches that no expert takes at that capacity.
+        discarded: dict from capacity factors to `(B, rows, columns)` bool arrays.
         priority: str, the priority of the router.
 
     Examples:

@@ -61,8 +61,7 @@ class Routing(NamedTuple):
 
         Args:
             figure: str, one of `figures`.
-            blocks: sequence of blocks. If `None`, all to which the figure applies, or
-                the first of them for a figure of one block.
+            blocks: sequence of blocks, by default all that apply (or one, the first).
             **options: the options of the figure, see the table of figures.
         """
         check_choice("figure", figure, self.figures)
@@ -129,13 +128,10 @@ def analyze(
         captions: for a LIMoE `N` str or `(N, S)` ints, or `None` for images alone.
         tagger: for a LIMoE, callable from a list of words to a list of their tags, such
             as `lambda words: [tag for _, tag in nltk.pos_tag(words)]`.
-        num_pictures: int, how many of the first images or pairs (at most one batch) are
-            kept with their routing, and shown patch by patch.
-        capacity_factors: sequence of floats, of capacities at which the kept images are
-            routed again, to show the discarded patches.
+        num_pictures: int, how many of the first images or pairs (of one batch) to keep.
+        capacity_factors: sequence of floats, to show patches that kept images discard.
         batch_size: int, inputs of an array at a time, of pairs whole groups.
-        preprocessor: callable applied to each batch. By default a task's own; without
-            one, images in `[-1, 1]` and token ids are expected.
+        preprocessor: as in `observe`; without one, images are `[-1, 1]`, text is ids.
         verbose: 0 for silence, 1 for a progress bar, 2 for one line.
 
     Source: V-MoE, section 5 and appendices D and E; Soft MoE, section 3.6 and

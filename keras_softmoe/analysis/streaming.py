@@ -59,9 +59,8 @@ def observe(
     Args:
         model: any built `keras.Model` with `layers.MoE` or `layers.SoftMoE`. It is
             called as `model(batch, training=False)`; of a task the backbone.
-        data: an array of inputs, such as `(N, height, width, channels)` images; a dict
-            of arrays; or an iterable of batches of inputs or of tuples that begin with
-            them (a `tf.data.Dataset`, PyTorch `DataLoader`, generator).
+        data: an array of inputs, such as `(N, H, W, channels)` images; dict of arrays;
+            or iterable of batches of inputs, or of tuples that begin with them.
         reducers: sequence of `Reducer`, which share the pass.
         batch_size: int, inputs of an array at a time.
         preprocessor: applied to each batch. By default a task's own, none for dicts.
@@ -241,11 +240,9 @@ def _inputs(backbone, batch, preprocessor, own):
     if preprocessor is not None:
         batch = preprocessor(batch)
     # What is no tensor of this backend may be one of another framework.
-    return keras.tree.map_structure(_as_array, batch)
-
-
-def _as_array(x):
-    return x if ops.is_tensor(x) else np.asarray(x)
+    return keras.tree.map_structure(
+        lambda x: x if ops.is_tensor(x) else np.asarray(x), batch
+    )
 
 
 PADDING = 0

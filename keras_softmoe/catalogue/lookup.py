@@ -137,14 +137,12 @@ def write(name: str, directory: str | os.PathLike) -> str:
 
     Args:
         name: str, the name of a preset of the kind `"architecture"` or `"convertible"`.
-        directory: str or path, created if it does not exist. In a preset directory
-            files of the same names are replaced; all others are kept.
+        directory: str or path, created if needed. In a preset, files are replaced.
 
     Returns `directory` as a str.
 
     Raises:
-        ValueError: if the name is unknown, the preset has a directory already, or the
-            directory cannot be written (also an `OSError`).
+        ValueError: if the name is unknown, has a directory, or that cannot be written.
 
     Examples:
         >>> ksm.presets.write("vit_base_patch16_224", "my_vit")

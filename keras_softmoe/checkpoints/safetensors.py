@@ -243,8 +243,7 @@ def read_torch_names(
 ):
     """Return the parameters of a PyTorch Vision Transformer under V-MoE's names.
 
-    `about` is the content of the `config.json` beside the file, and `num_heads` is used
-    if neither that nor the width determines it.
+    `about` is the content of `config.json`; `num_heads` is used where that lacks it.
     """
     about = about or {}
     if isinstance(nested := about.get("vision_config"), dict):

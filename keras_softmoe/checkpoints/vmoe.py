@@ -67,8 +67,8 @@ class _Entry(NamedTuple):
 def read_sharded(prefix):
     """Open a checkpoint in V-MoE's sharded format (version 20220622).
 
-    Every array of the index must exist completely, once, and with its dtype. The memory
-    for a hostile file is bounded by a multiple of the file.
+    Every array of the index must exist completely, once, with its dtype. Memory is
+    bounded by a multiple of the file.
     """
     prefix = os.fspath(prefix)
     entries, shard_count = read_index(prefix)

@@ -28,12 +28,11 @@ _PREFIX = f".{FILE}."
 class Backup(keras.callbacks.Callback):
     """Callback that saves the state of `fit` to resume it after an interruption.
 
-    Start the same program again, with the same arguments of `fit`: it skips the
-    completed batches of the data without computing, and resumes with the same losses as
-    without an interruption. Saved are all variables of the model, its optimizer and its
-    metrics, and for a single process the global random generators, but not the state of
-    other callbacks. Variables may be sharded, also over other devices when training
-    resumes. Several processes must share the directory.
+    Start the same program again, with the same arguments of `fit`: it skips completed
+    batches without computing, and resumes with the same losses as if never interrupted.
+    Saved are all variables of model, optimizer and metrics, and for a single process
+    the random generators, but no other callbacks. Variables may be sharded, later over
+    other devices. Several processes must share the directory.
 
     The data must have the same order after a restart: shuffle with a seed, with
     `reshuffle_each_iteration=False`, since each epoch begins the data again.

@@ -123,17 +123,14 @@ def plan(
     (from 7 % less to 37 % more than XLA keeps on a CPU, in float32).
 
     Args:
-        preset: name or directory of a preset (its backbone is counted), backbone, task,
-            or dict of arguments of a backbone, as in `evaluation.cost`.
+        preset: name of a preset, model or dict of arguments, as in `evaluation.cost`.
         devices: int, number of devices.
         memory: float, bytes of memory of each device.
-        batch_size: int, images (or pairs) of a step on all devices together. Defaults
-            to one group on each device, the smallest batch.
+        batch_size: int, images (or pairs) of a step on all devices, default one group.
         optimizer: str or optimizer that keeps whole copies of weights: Adam, SGD, Lion.
         num_classes: int or `None`, classes of an additional head.
         shard_dense: bool, as in `expert_parallel`.
-        **changes: arguments of the backbone to change and settings of its routers, as
-            in `from_preset`, for example `dtype="mixed_bfloat16"`.
+        **changes: as in `from_preset`, for example `dtype="mixed_bfloat16"`.
 
     Raises:
         ValueError: if a model cannot be counted, or a batch has no equal groups.

@@ -128,9 +128,8 @@ def data_parallel(
 class EachBatch:
     """Mixin of distributions that choose the layout of each batch by its size.
 
-    A batch is sharded over the devices if they divide its rows, and replicated
-    otherwise. Several processes share the batches of a `tf.data.Dataset`, unless
-    `auto_shard_dataset=False`: then each has its own rows.
+    A batch is sharded if the devices divide its rows, and replicated otherwise. Several
+    processes share batches of a `tf.data.Dataset`, unless `auto_shard_dataset=False`.
     """
 
     # The axes of the mesh that shard a batch.

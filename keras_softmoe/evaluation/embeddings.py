@@ -182,8 +182,7 @@ class ZeroShot(NamedTuple):
         predictions: `(N,)` int64 array, the class of the highest score, or the first.
         scores: `(N, C)` float32 array, cosines of images and classes.
         accuracy: float, the share of right predictions. `None` without labels.
-        class_accuracy: `(C,)` float64 array, the same for the images of each class;
-            NaN for a class without images. `None` without labels.
+        class_accuracy: `(C,)` float64 array, the same for each class, NaN without any.
     """
 
     predictions: np.ndarray

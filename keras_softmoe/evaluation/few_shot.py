@@ -100,9 +100,8 @@ def few_shot_probe(
     and a ridge classifier is fitted to their features and scored on `test`.
 
     Args:
-        backbone: a `keras.Model` that returns `(B, D)` or a dict with `"pooled_output"`
-            of that shape; a task, whose `preprocessor` is used, too; any other
-            callable; or `None`, if the arrays are features (or pixels).
+        backbone: `keras.Model` that returns `(B, D)` or a dict with `"pooled_output"`;
+            a task; any other callable; or `None`, if the arrays are features (pixels).
         train: pair `(x, y)`. `x`: images `(N, H, W, C)`, or features `(N, ...)` if
             `backbone` is `None`. `y`: int labels `(N,)` of all classes, from 0 on.
         test: pair `(x, y)`, as `train`, with images of the same shape.

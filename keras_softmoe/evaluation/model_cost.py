@@ -29,8 +29,7 @@ class Cost(NamedTuple):
     Attributes:
         parameters: int, the numbers in its weights.
         gflop_per_image: float, the operations in the matrix products that predict one
-            image, in units of 1e9. A multiply-add counts as two. For a text tower: of
-            one text; for a LIMoE or two towers: of one pair.
+            image (text, or pair), in units of 1e9. A multiply-add counts as two.
         weight_bytes: int, the bytes of its weights under its dtype policy.
     """
 
@@ -59,8 +58,7 @@ def cost(
     Args:
         model: name or directory of a preset (its backbone is counted), model of this
             library (without LoRA), dict of a backbone's arguments, or any built model.
-        num_classes: int or `None`, classes of a head of a `ViTMoEBackbone`. Defaults to
-            those of a classifier, otherwise to no head.
+        num_classes: int, classes of a head, by default those of a classifier or none.
         **changes: changed arguments of backbone and routers, as in `from_preset`.
 
     Source: Soft MoE, section 2.3 (parameters of its table 9 are met within 0.15 %,

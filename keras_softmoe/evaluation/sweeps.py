@@ -148,8 +148,7 @@ def routing_sweep(
     """Measure a classifier under each combination of router settings.
 
     Nothing is trained. Where groups span several images, whether a token gets a slot
-    depends on the images beside it: each seed puts them in another order. The settings
-    are restored at the end, also after an error.
+    depends on the images beside it, which a seed orders. Settings are restored.
 
     Args:
         classifier: `ViTMoEImageClassifier` with MoE blocks.
@@ -169,8 +168,7 @@ def routing_sweep(
         ValueError: if images and labels differ in number, the grid is empty, or
             `set_routing` refuses a setting (before anything is evaluated).
 
-    Source: V-MoE, section 4.2, appendices C.2 and E.4 (capacity, priority, number of
-    experts), and E.1 (figures 27 and 28, `random_logits`).
+    Source: V-MoE, section 4.2, appendices C.2, E.4 and E.1 (`random_logits`).
 
     Examples:
         >>> sweep = ksm.evaluation.routing_sweep(

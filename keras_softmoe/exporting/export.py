@@ -72,8 +72,7 @@ def export_model(
         input_signature: `None` for batches of any size; or as in `keras.Model.export`,
             for example `[keras.InputSpec(shape=(8, 32, 32, 3), dtype="float32")]`.
         preprocessing: bool, whether the inputs are pixels from 0 to 255, of the model's
-            size or of that in `input_signature`. The model must have a preprocessor
-            with an image converter, and images as its only input.
+            size or of that in `input_signature`, for its own image converter.
         **kwargs: options of the format, as in `keras.Model.export`.
 
     Raises:

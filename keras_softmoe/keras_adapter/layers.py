@@ -141,8 +141,7 @@ def only_finds_shapes():
 def is_initialized(variable):
     """Return whether a variable has a value.
 
-    It has none while the first batch builds its model, and on JAX during a step. Then
-    `variable.value` would draw initial values.
+    It has none while the first batch builds its model, and on JAX during a step.
     Would be replaced by: a public `keras.Variable.is_initialized`.
     """
     return variable._value is not None

@@ -18,8 +18,7 @@ class Attention(Layer):
 
     Args:
         num_heads: int, number of heads. Must divide the width.
-        use_qk_norm: bool, whether queries and keys go through a layer normalization
-            (scale only, shared by the heads) before their product.
+        use_qk_norm: bool, whether queries and keys are normalized (scales, no offset).
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Call arguments:

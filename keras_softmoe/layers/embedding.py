@@ -302,8 +302,7 @@ class ClassToken(Layer):
 class Registers(Layer):
     """Insert learned tokens that belong to no patch before the patches.
 
-    For registers and DeiT's distillation token. They have no position embeddings: one
-    that is the same for all images is part of the token.
+    For registers and DeiT's distillation token. They include position embeddings.
 
     Args:
         num_registers: int, number `R` of tokens.
@@ -315,8 +314,7 @@ class Registers(Layer):
     Raises:
         ValueError: if `num_registers` is not a positive integer.
 
-    Source: Darcet et al. 2024 (Vision Transformers need registers), section 2.2; for
-    the distillation token, Touvron et al. 2021 (DeiT), section 4.
+    Source: Darcet et al. 2024 (registers), section 2.2; Touvron et al. 2021, section 4.
     """
 
     config_arguments = ("num_registers", "has_class_token")

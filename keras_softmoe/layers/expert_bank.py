@@ -157,8 +157,7 @@ class ExpertBank(layers.QuantizedByExpert, keras.layers.EinsumDense):
         - `"int4"`: the kernels only, dequantized where they are used. A scale and a
           zero point for each expert, output and block of inputs (128, see
           `keras.quantizers.Int4QuantizationConfig`), which experts share in Keras.
-        - `"float8"`: as in Keras, for training: kernels, slots and their gradients are
-          rounded to float8, with one scale for all experts of a bank.
+        - `"float8"`: as in Keras, for training, with one scale for all of a bank.
 
         Args:
             mode: str, one of these, or `None` with a config.
@@ -290,8 +289,8 @@ def _lora_update(layer):
 def merge_lora(layer):
     """Merge the LoRA factors of any layer of Keras into its kernel.
 
-    The layer computes the same, is trained as before `enable_lora`, and `enable_lora`
-    may be called again. In int8 and in int4 the sum is rounded.
+    The layer computes the same, but for rounding in int8 and int4, and is trained as
+    before `enable_lora`.
     """
     merged = {}
     if layer.quantization_mode:

@@ -28,8 +28,7 @@ class Experts(Layer):
     Args:
         num_experts: int, number `E` of experts.
         mlp_dim: int, hidden width `H` of an expert.
-        equal_experts: bool, whether all experts start with the same weights, as in the
-            released V-MoE models, and diverge only by their tokens.
+        equal_experts: bool, whether all start with the same weights (V-MoE's code).
         dropout_rate: float, dropout between the two layers ("expert dropout").
         remat: bool, whether hidden activations are recomputed in the backward pass
             instead of kept (`keras.remat`); the outputs of dropout are kept.
@@ -45,8 +44,7 @@ class Experts(Layer):
         ValueError: if an argument is not among the accepted values, the input is not
             `(G, num_experts, C, D)`, or the devices do not divide the experts.
 
-    Source: V-MoE, section 2.2; for expert dropout, its fine-tuning settings (table 7)
-    and Fedus et al. 2021 (Switch Transformer), section 2.4.
+    Source: V-MoE, section 2.2 and table 7; Fedus et al. 2021, section 2.4 (dropout).
 
     Examples:
         >>> experts = ksm.layers.Experts(num_experts=4, mlp_dim=64)

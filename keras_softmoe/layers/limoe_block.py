@@ -12,8 +12,7 @@ from keras_softmoe.ops.kernels import as_mask
 class LIMoEBlock(EncoderBlock):
     """Encoder block for tokens of several modalities.
 
-    Attention and an MLP are applied to each modality separately. A `MoE` routes the
-    tokens of all modalities together, in alphabetical order.
+    Attention and an MLP are applied to each modality. A `MoE` routes all together.
 
     Args:
         num_heads, mlp, ...: all as in `EncoderBlock`.

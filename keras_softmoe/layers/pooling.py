@@ -22,8 +22,7 @@ def pool(tokens, pooling, attention_pooling=None, mask=None, num_registers=0):
 
     Args:
         tokens: `(B, S, D)` tensor.
-        pooling: `"token"` or `"first"` (the first), `"last"`, `"gap"` (their mean),
-            `"gmp"` (their maximum) or `"map"` (attention).
+        pooling: `"token"`, `"first"`, `"last"`, `"gap"` (mean), `"gmp"` or `"map"`.
         attention_pooling: `AttentionPooling` layer for `"map"`.
         mask: optional `(B, S)` bool tensor, `False` to leave out. Zeros if no token is.
         num_registers: int, leading tokens that are left out of `"first"` and `"gap"`.
@@ -168,8 +167,7 @@ class ContrastiveScale(Layer):
         bias: float or `None`, initial bias; `None` for none.
         **kwargs: `name` and `trainable`, as in `keras.layers.Layer`.
 
-    Maps `(B, D)` embeddings, of which only `B` matters, to a dict of `"logit_scale"`
-    `(B,)` and, with a bias, `"logit_bias"` `(B,)`.
+    Maps `(B, D)` embeddings to a dict of `(B,)` `"logit_scale"` (and `"logit_bias"`).
 
     Raises:
         ValueError: if the scale is not positive.

@@ -6,7 +6,6 @@ import keras
 from keras import ops
 
 from keras_softmoe.keras_adapter.layers import flatten_layers, states_of_draws
-from keras_softmoe.keras_adapter.surgery import named_weights
 
 
 class Templates:
@@ -160,8 +159,3 @@ class _Probe(keras.layers.Layer):
                 f"one for each expert. Received: {kind}, which changes "
                 f"{', '.join(changed)}. `LayerNormalization` has none."
             )
-
-
-def names_of_weights(template):
-    """Return a name for each weight: its path in the template, without slashes."""
-    return [name.replace("/", "_") for name, _ in named_weights(template)]

@@ -9,14 +9,9 @@ from keras import ops
 
 from keras_softmoe.checks import check_bools, check_whole_numbers
 from keras_softmoe.keras_adapter import layers
+from keras_softmoe.keras_adapter.surgery import named_weights
+from keras_softmoe.layers import template as templates
 from keras_softmoe.layers.groups import by_expert
-from keras_softmoe.layers.template import (
-    Templates,
-    check_template,
-    names_of_weights,
-    new_copy,
-    serialized_template,
-)
 from keras_softmoe.ops.kernels import chunked_map, reshape
 from keras_softmoe.sharding import constraints
 
@@ -56,13 +51,13 @@ class TemplateExperts(layers.Layer):
     ):
         check_whole_numbers(1, num_experts=num_experts)
         check_bools(equal_experts=equal_experts)
-        check_template(expert)
+        templates.check_template(expert)
         constraints.check_placement("check_divides_experts", num_experts)
         super().__init__(**kwargs)
         self.num_experts = num_experts
         self.equal_experts = equal_experts
         # `given` is the user's, `used` the one that computes; both untracked by Keras.
-        self._templates = Templates(expert)
+        self._templates = templates.Templates(expert)
 
     @property
     def expert(self) -> keras.layers.Layer:
@@ -81,10 +76,12 @@ class TemplateExperts(layers.Layer):
         copies = [template]
         if template is not self.expert and not self.equal_experts:
             others = range(self.num_experts - 1)
-            copies += [new_copy(self.expert, self._slot_shape) for _ in others]
+            copies += [
+                templates.new_copy(self.expert, self._slot_shape) for _ in others
+            ]
         self.stacked = [
-            self._stack(name, [copy.weights[index] for copy in copies])
-            for index, name in enumerate(names_of_weights(template))
+            self._stack(name.replace("/", "_"), [copy.weights[i] for copy in copies])
+            for i, (name, _) in enumerate(named_weights(template))
         ]
         self._maps = {training: self._find_map(training) for training in (False, True)}
         if template is not self.expert:
@@ -230,7 +227,7 @@ class TemplateExperts(layers.Layer):
         return {
             **super().get_config(),
             "num_experts": self.num_experts,
-            "expert": serialized_template(self.expert),
+            "expert": templates.serialized_template(self.expert),
             "equal_experts": self.equal_experts,
         }
 

@@ -248,8 +248,7 @@ class LIMoEContrastive(ContrastiveTask):
 class TwoTowerContrastive(ContrastiveTask):
     """Contrastive learning with a tower for images and one for captions.
 
-    Arguments, inputs, outputs, methods and errors are as in `LIMoEContrastive`, with a
-    `TwoTowerBackbone` and a `TwoTowerPreprocessor`.
+    All as in `LIMoEContrastive`, with `TwoTowerBackbone` and `TwoTowerPreprocessor`.
 
     Source: Soft MoE, section 4.
 

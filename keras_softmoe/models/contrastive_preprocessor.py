@@ -27,8 +27,7 @@ class LIMoETokenizer(keras_hub.tokenizers.SentencePieceTokenizer):
     The paper's vocabulary is T5's: download its `spiece.model` and pass the path.
 
     Args:
-        proto: path of a SentencePiece model whose id 0 is the padding, or its content
-            as bytes, for example from `datasets.train_vocabulary`.
+        proto: path of a SentencePiece model (padding is 0), or its content as bytes.
         **kwargs: as in `keras_hub.tokenizers.SentencePieceTokenizer`.
 
     Examples:

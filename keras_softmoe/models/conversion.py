@@ -51,8 +51,7 @@ def convert_vmoe_checkpoint(
         dispatch_dtype: `"bfloat16"` (as the released code) or `None`, see `layers.MoE`.
         pooling: `"gap"` (default) or `"first"`, if the parameters do not tell.
         position_embedding: `"sincos2d"` (default) or `"none"`, if none is learned.
-        preprocessor: a preprocessor of an image classifier. By default one that
-            resizes to `image_shape` and maps pixels from 0..255 to -1..1.
+        preprocessor: by default one that resizes, and maps 0..255 to -1..1.
         verbose: 0 or 1, whether to show a progress bar.
 
     Returns:

@@ -242,8 +242,7 @@ def as_arrays(data):
     """Convert numbers, strings or images to NumPy arrays.
 
     Args:
-        data: array or tensor of any library; PIL image, which becomes a batch of one;
-            list of them, of one size; or a dict of all this.
+        data: array or tensor; PIL image (a batch of one); list of them; dict of these.
     """
     if type(data) is np.ndarray and data.dtype.kind != "U":
         return data

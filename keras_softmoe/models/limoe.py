@@ -35,16 +35,14 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
             arguments that are not listed here are those of `ViTMoEBackbone`.
         vocabulary_size: int, number of different text tokens.
         sequence_length: int, tokens of a text, padding included.
-        moe_layers: tuple of int, the blocks (from 0) whose MLP is a mixture of experts;
-            `moe_blocks(num_layers, every=2)` in the paper.
+        moe_layers: as in `ViTMoEBackbone`; `moe_blocks(num_layers, 2)` in the paper.
         router: as in `ViTMoEBackbone`; a `routers.LIMoERouter` in the paper.
         embedding_dim: int, width of the embeddings.
         image_pooling: how patches become one vector: `"gap"` (their mean), `"gmp"`
             (maximum), `"first"`, `"last"` or `"map"` (attention pooling).
         text_pooling: the same for text tokens.
         logit_scale: float, initial value of the learned scale of similarities.
-        logit_bias: float or `None`, initial value of a learned bias of similarities,
-            for the sigmoid loss (-10); `None` for none.
+        logit_bias: float, initial value of a learned bias (sigmoid: -10), or `None`.
         mask_padding: bool, whether padding (id 0) has no part in attention, slots,
             losses of routers and pooling. In the paper it is like any other token.
         group_images: int or `None`, pairs of image and text that are routed together.

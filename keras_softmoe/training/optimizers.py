@@ -35,8 +35,7 @@ class Adam(ByVariable, InOnePass, keras.optimizers.Optimizer):
             `learning_rate * rate * variable` with the rate of the first pattern that
             `re.search` finds in `variable.path`; without a match there is no decay.
         gradient_scale_rules: optional list of `(pattern, factor)`, before any clipping.
-        momentum_dtype: `"bfloat16"` for the first moment, or `None` for the dtype of
-            the variables, which the second moment always has.
+        momentum_dtype: `"bfloat16"` for the first moment, or `None` as the variables.
         **kwargs: arguments of `keras.optimizers.Optimizer`, such as `weight_decay` (one
             rate for all, in place of the rules), `global_clipnorm`, `use_ema`,
             `ema_momentum` (1 is the mean of all steps).
@@ -171,8 +170,7 @@ class SGD(ByVariable, keras.optimizers.SGD):
         weight_decay_rules, gradient_scale_rules: see `Adam`.
         **kwargs: see `Adam`.
 
-    Source: V-MoE, section 3.5 and appendix B.4, which follow the Vision Transformer's
-    fine-tuning; order of operations from its released code.
+    Source: V-MoE, section 3.5 and appendix B.4; order of operations from released code.
 
     Examples:
         >>> schedule = keras.optimizers.schedules.CosineDecay(0.003, 10_000)
@@ -320,8 +318,7 @@ class Muon(MuonByShape, keras.optimizers.Muon):
     """`keras.optimizers.Muon` that orthogonalizes the update of each expert.
 
     The class of Keras uses AdamW for all that is no matrix, also for the experts'
-    kernels `(E, D, H)`. Here each expert is updated as a matrix `(D, H)`. Biases of
-    experts are left to AdamW, like other biases.
+    kernels `(E, D, H)`. Here each expert is updated as a matrix `(D, H)`.
 
     Args:
         learning_rate: float or schedule.

@@ -46,8 +46,7 @@ class Recipe:
         image_size: int, side of the square images in pixels.
         num_classes: int, number of classes, or `None` for pairs.
         augmentation: `Augmentation` of training images, or its name in `AUGMENTATIONS`.
-        central_crop: float, share of the shorter side of the image that is cut out for
-            evaluation; 1 squeezes the whole image into the square.
+        central_crop: float, share of the shorter side to evaluate; 1 for whole images.
         loss: of labels `"sigmoid"` (`SigmoidCrossentropy`, `PrecisionAt1`) or
             `"softmax"` (categorical cross-entropy, accuracy). Of pairs
             `"contrastive_softmax"`, `"contrastive_sigmoid"`, or `"contrastive"`: the
@@ -60,8 +59,7 @@ class Recipe:
         decoupled_weight_decay: bool, whether the decay of a step is the rate times
             `learning_rate / peak_learning_rate`, rather than times the learning rate.
         clip_norm: float or `None`, largest norm of the gradient of all parameters.
-        average_momentum: float or `None`, of a debiased average of the parameters over
-            all steps, with which the model ends (Polyak averaging).
+        average_momentum: float or `None`, of a debiased average (Polyak) at the end.
         momentum_dtype: see `Adam` and `Adafactor`, their default if `None`.
         steps_per_epoch: int, steps between reports of `fit`, `None` for all steps.
         source: str, papers, sections and tables of the numbers.
@@ -220,9 +218,8 @@ class Recipe:
             255, and `(batch_size, num_classes)` float32 labels or captions.
 
         Raises:
-            ValueError: if the data have another form, or arrays hold NaN, infinity or
-                labels that are no classes. (Such labels of a `tf.data.Dataset` raise
-                `InvalidArgumentError` when they are drawn.)
+            ValueError: if data have another form, or arrays hold NaN, infinity or wrong
+                labels. (A `tf.data.Dataset` raises `InvalidArgumentError` for these.)
         """
         return pipeline.training_batches(
             *self._rows(data),

@@ -17,8 +17,7 @@ from keras_softmoe.types import Tensor
 class WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
     """Linear warmup from 0 to a peak, then a decay.
 
-    `"linear"` (V-MoE's pretraining) and `"cosine"` (fine-tuning, LIMoE) reach
-    `end_learning_rate` at `total_steps` and stay there.
+    `"linear"` (V-MoE) and `"cosine"` (fine-tuning, LIMoE) end at `end_learning_rate`.
 
     `"rsqrt"` (Soft MoE, V-MoE-15B) is `peak / sqrt(1 + t / timescale)`, `t` steps after
     the warmup, so a run can be extended or cooled down from any of its checkpoints.
@@ -37,8 +36,7 @@ class WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
     Called on `step`, int or a tensor of any shape, it returns float32 of that shape. A
     number that is out of range, or of another decay, raises a `ValueError`.
 
-    Source: V-MoE, table 6 and appendix B.3; Soft MoE, sections 3.3 and 3.4, appendix E;
-    LIMoE, appendix A. Formulas from their released code.
+    Source: V-MoE, table 6 and B.3; Soft MoE, sections 3.3 and 3.4; LIMoE, appendix A.
 
     Examples:
         >>> schedule = ksm.training.WarmupSchedule(

@@ -38,8 +38,7 @@ def greedy_soup(
 
     Args:
         model: a built `keras.Model`.
-        checkpoints: list of files that `model.save_weights` or `model.save` wrote, or
-            of lists of arrays like `model.get_weights()`.
+        checkpoints: list of files of weights or models, or of `model.get_weights()`.
         score: callable from the model to a float, better if higher, on data that were
             held out. It is called up to `len(checkpoints) * max_size` times.
         max_size: int, parts of the soup at most. LIMoE-H/14's has eight.
