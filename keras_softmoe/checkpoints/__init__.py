@@ -22,7 +22,6 @@ from keras_softmoe.checkpoints.translation import (
     same as same,
     token as token,
     translate as translate,
-    vector as vector,
 )
 from keras_softmoe.checkpoints.vit_settings import (
     fits_positions as fits_positions,

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_softmoe.checks import received
+from keras_softmoe.checks import check_whole_numbers, received
 from keras_softmoe.keras_adapter import layers
 from keras_softmoe.ops.kernels import reshape
 
@@ -85,7 +85,7 @@ class ExpertBank(layers.QuantizedByExpert, keras.layers.EinsumDense):
         share `B` among the experts. In int8 and in int4 the factors stay floats.
 
         Args:
-            rank: int, the inner axis `r` of `A` `(E, D, r)` and `B` `(E, r, H)`.
+            rank: int, axis `r` of `A` `(E, D, r)` and `B` `(E, r, H)`, often 4 to 16.
             lora_alpha: float, `rank` if `None`.
             a_initializer: initializer of `A`, with the fans of one expert.
             b_initializer: initializer of `B`. Zeros change nothing before training.
@@ -96,11 +96,7 @@ class ExpertBank(layers.QuantizedByExpert, keras.layers.EinsumDense):
 
         Source: Hu et al. 2021 (LoRA), section 4.1.
         """
-        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-            raise ValueError(
-                "The rank of LoRA is an int of at least one; 4 to 16 are usual. "
-                + received(rank=rank)
-            )
+        check_whole_numbers(1, rank=rank)
         if self.lora_enabled:
             raise ValueError(
                 f"The bank {self.path!r} has LoRA factors already. Received: "

@@ -75,10 +75,8 @@ class TemplateExperts(layers.Layer):
             self.seed_generator = keras.random.SeedGenerator()
         copies = [template]
         if template is not self.expert and not self.equal_experts:
-            others = range(self.num_experts - 1)
-            copies += [
-                templates.new_copy(self.expert, self._slot_shape) for _ in others
-            ]
+            others, new_copy = range(self.num_experts - 1), templates.new_copy
+            copies += [new_copy(self.expert, self._slot_shape) for _ in others]
         self.stacked = [
             self._stack(name.replace("/", "_"), [copy.weights[i] for copy in copies])
             for i, (name, _) in enumerate(named_weights(template))

@@ -112,9 +112,8 @@ class ContrastivePreprocessor(keras_hub.models.Preprocessor):
 
         if captions.dtype != tf.string or captions.shape.rank not in (None, 1):
             raise ValueError(
-                "A dataset must give batches of images and captions str. "
-                f"Received: captions of shape {captions.shape}, "
-                f"dtype {captions.dtype.name}."
+                "A dataset must give batches of images and captions str. Received: "
+                f"captions of shape {captions.shape}, dtype {captions.dtype.name}."
             )
         # `keras.utils.set_random_seed` clears the caches that hold vocabularies.
         with tf.init_scope():
@@ -128,8 +127,8 @@ class ContrastivePreprocessor(keras_hub.models.Preprocessor):
                 "tokens, and is not cut (`truncate=True`)."
             )
             longest = tf.cast(self.sequence_length, lengths.dtype)
-            is_short = tf.debugging.assert_less_equal
-            checks.append(is_short(lengths, longest, message=message))
+            known = {"message": message}
+            checks.append(tf.debugging.assert_less_equal(lengths, longest, **known))
         with tf.control_dependencies(checks):
             return tokens.to_tensor(shape=(None, self.sequence_length))
 

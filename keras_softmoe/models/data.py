@@ -150,8 +150,7 @@ def _weights(labels, weights, class_weight):
         )
     if labels.ndim > 1:
         labels = labels.argmax(-1) if labels.shape[-1] > 1 else labels[..., 0]
-    found = [class_weight.get(int(label), 1.0) for label in labels]
-    return np.array(found, "float32")
+    return np.array([class_weight.get(int(label), 1.0) for label in labels], "float32")
 
 
 def is_empty(x):
@@ -222,10 +221,8 @@ def checked_class_weight(class_weight, num_classes):
     # With one output there are two classes.
     classes = range(max(num_classes, 2))
     if not isinstance(class_weight, dict) or not all(
-        checks.is_whole_number(label, 0)
-        and label in classes
-        and checks.is_number(weight)
-        for label, weight in class_weight.items()
+        checks.is_whole_number(label, 0) and label in classes and checks.is_number(x)
+        for label, x in class_weight.items()
     ):
         raise ValueError(
             "`class_weight` must be a dict from classes, whole numbers from 0 to "

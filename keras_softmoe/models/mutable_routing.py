@@ -23,9 +23,8 @@ _lock = threading.RLock()
 class MutableRouting:
     """Mixin of models that recompile after settings of their routers have changed.
 
-    A compiled `predict`, `fit` or `evaluate` has the settings of its routers built in,
-    the groups in which they route, and the weights. A subclass has `routers`, a dict
-    from the index of a block to its router, and is decorated with
+    A compiled step has the settings of its routers built in, their groups, and the
+    weights. A subclass has `routers`, a dict from blocks, and is decorated with
     `recompile_on_change`. (KerasHub takes the first base of a task for its kind, so the
     mixin comes last and cannot override Keras' methods.)
     """
@@ -58,9 +57,8 @@ class MutableRouting:
             ... )
             >>> model.set_routing(priority="max", capacity_factor=0.5)
         """
-        routers, chosen = self.routers, layers
-        if layers is None:
-            layers = routers
+        routers, is_for_all = self.routers, layers is None
+        layers = routers if is_for_all else layers
         is_one = isinstance(layers, str) or not np.iterable(layers)
         layers = [layers] if is_one else list(layers)
         # Blocks of two towers have names.
@@ -77,23 +75,21 @@ class MutableRouting:
             # Most calls of `from_preset` have none: make no routers for them.
             return
         groups = {n: settings.pop(n) for n in ("group_images",) if n in settings}
-        if groups and chosen is not None:
+        if groups and not is_for_all:
             raise ValueError(
                 "`group_images` is one number for all MoE blocks of a model. Received: "
                 f"layers={layers}, group_images={groups['group_images']!r}."
             )
         # Check all values before any router changes.
-        changed = {
-            id(routers[index]): routers[index].with_settings(**settings)
-            for index in layers
-        }
+        chosen = [routers[index] for index in layers]
+        changed = {id(router): router.with_settings(**settings) for router in chosen}
         mixtures = moe_layers_of(self) if groups else []
         for layer in mixtures:
             layer.check_group_images(router=changed.get(id(layer.router)), **groups)
         with _lock:
             before = self._current_settings()
-            for index in layers:
-                routers[index].update(**settings)
+            for router in chosen:
+                router.update(**settings)
             for layer in mixtures:
                 layer.group_images = groups["group_images"]
             if self._current_settings() != before:

@@ -77,8 +77,7 @@ class TwoTowerBackbone(MoEBackbone, SingleModality):
             "image": _ImageTower(image_backbone, freeze_image, name="image_tower"),
             "text": text_backbone,
         }
-        projections = architecture.projections()
-        scale = architecture.scale()
+        projections, scale = architecture.projections(), architecture.scale()
 
         # === Functional Model ===
         def encode(inputs):
@@ -91,9 +90,8 @@ class TwoTowerBackbone(MoEBackbone, SingleModality):
             return outputs
 
         images = keras.Input(shape=image_backbone.image_shape, name="images")
-        token_ids = keras.Input(
-            shape=(text_backbone.sequence_length,), dtype="int32", name="token_ids"
-        )
+        shape = (text_backbone.sequence_length,)
+        token_ids = keras.Input(shape, dtype="int32", name="token_ids")
         outputs = encode({"image": images, "text": token_ids})
         outputs |= scale(outputs["image_embedding"])
         inputs = {"images": images, "token_ids": token_ids}
@@ -160,11 +158,8 @@ class _ImageTower(keras.layers.Layer):
         return self.model.compute_output_spec(images)
 
     def get_config(self):
-        return {
-            **super().get_config(),
-            "model": keras.saving.serialize_keras_object(self.model),
-            "frozen": self.frozen,
-        }
+        model = keras.saving.serialize_keras_object(self.model)
+        return {**super().get_config(), "model": model, "frozen": self.frozen}
 
     @classmethod
     def from_config(cls, config):

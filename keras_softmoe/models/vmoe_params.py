@@ -84,8 +84,7 @@ def load_vmoe_params(model: keras.Model, params: Mapping, verbose: int = 0) -> N
             wrong.append(f"{name} ({dtype})")
     if wrong:
         raise ValueError(
-            "Parameters must be real numbers. Received: "
-            f"{', '.join(sorted(wrong)[:5])}."
+            f"Parameters are real numbers. Received: {', '.join(sorted(wrong)[:5])}."
         )
     named = named_variables(model)
     _check_fit(named, shapes)

@@ -224,7 +224,7 @@ def test_bank_round_trip():
 @pytest.mark.parametrize("rank", [0, -1, 2.0, True, "2"])
 def test_wrong_rank(rank):
     layer = bank()
-    with pytest.raises(ValueError, match="int of at least one.*Received: rank="):
+    with pytest.raises(ValueError, match="positive integer.*Received: rank="):
         layer.enable_lora(rank)
     assert not layer.lora_enabled
 
