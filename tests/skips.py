@@ -49,7 +49,7 @@ _ON_PYTORCH = {
     "package pages security tolerances torture trained walks",
     # Figures and tables of arrays, and sums over decisions: `test_soft.py` sees the
     # decisions of every backend.
-    "analysis": "blocks figures maps masked_padding modalities monitor panels_* "
+    "analysis": "blocks maps masked_padding modalities monitor panels_* "
     "report* routing streaming",
     "architecture": "*",
     "catalogue": "*",
@@ -57,7 +57,7 @@ _ON_PYTORCH = {
     "converters": "dense_model graphs_over_models to_dense upcycle upcycling_starts",
     "datasets": "*",
     "distribution": "plan*",
-    "evaluation": "architectures limoe_cost model_cost sweep*",
+    "evaluation": "limoe_cost model_cost sweep*",
     "experiments": "*",
     "experiments/synthetic": "*",
     # Decisions against the twins are in `routers/`, on all.
