@@ -1,6 +1,7 @@
 """Catalogue of presets: architectures as data, and directories with weights."""
 
 from keras_softmoe.catalogue.lookup import (
+    CONFIG_FILE as CONFIG_FILE,
     METADATA_FILE as METADATA_FILE,
     PRESET_MARKS as PRESET_MARKS,
     Preset as Preset,
