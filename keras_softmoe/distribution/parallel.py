@@ -72,9 +72,7 @@ def expert_parallel(
     on distributed training; GShard (Lepikhin et al. 2020), section 3.
 
     Examples:
-        >>> distribution = ksm.distribution.expert_parallel()
-        >>> name = "soft_moe_tiny_patch4_16e_32_glyphs"
-        >>> with distribution.scope():
+        >>> with ksm.distribution.expert_parallel().scope():
         ...     model = ksm.models.ViTMoEBackbone.from_preset(name)
         ...     print(ksm.distribution.audit(model))
     """
@@ -112,9 +110,7 @@ def data_parallel(
 
     Examples:
         >>> with ksm.distribution.data_parallel().scope():
-        ...     model = ksm.models.ViTMoEBackbone.from_preset(
-        ...         "vit_tiny_patch4_32_glyphs"
-        ...     )
+        ...     model = ksm.models.ViTMoEBackbone.from_preset(name)
     """
     _check_backend("Training replicas through `keras.distribution`")
     devices = _check_devices(devices)

@@ -108,7 +108,6 @@ def audit(
         ValueError: if no distribution is given or active, or the model is not built.
 
     Examples:
-        >>> name = "soft_moe_tiny_patch4_16e_32_glyphs"
         >>> with ksm.distribution.expert_parallel(devices=["cpu:0"]).scope():
         ...     model = ksm.models.ViTMoEBackbone.from_preset(name)
         ...     print(ksm.distribution.audit(model))

@@ -53,14 +53,9 @@ class Sweep:
             dense twin, the model before it was pruned. They are drawn as dashed lines.
 
     Examples:
-        >>> sweep = ksm.evaluation.Sweep(
-        ...     [
-        ...         ({"width": width, "normalize": normalize}, {"accuracy": [0.5, 0.6]})
-        ...         for width in (32, 128)
-        ...         for normalize in (True, False)
-        ...     ]
-        ... )
-        >>> figure = sweep.plot("width", by="normalize")
+        >>> settings = [{"width": w, "K": k} for w in (32, 128) for k in (1, 2)]
+        >>> rows = [(row, {"accuracy": [0.5, 0.6]}) for row in settings]
+        >>> figure = ksm.evaluation.Sweep(rows).plot("width", by="K")
     """
 
     rows: Sequence
@@ -171,12 +166,8 @@ def routing_sweep(
     Source: V-MoE, section 4.2, appendices C.2, E.4 and E.1 (`random_logits`).
 
     Examples:
-        >>> sweep = ksm.evaluation.routing_sweep(
-        ...     sparse,
-        ...     (images, labels),
-        ...     priority=("max", "position"),
-        ...     capacity_factor=(1.05, 0.25),
-        ... )
+        >>> grid = {"priority": ("max", "position"), "capacity_factor": (1.05, 0.25)}
+        >>> sweep = ksm.evaluation.routing_sweep(sparse, (images, labels), **grid)
         >>> sweep.rows[0].settings, sweep.rows[0].scores["accuracy"].mean()
         >>> figure = sweep.plot("capacity_factor", by="priority")
         >>> figure = sweep.plot("gflop_per_image", by="priority")

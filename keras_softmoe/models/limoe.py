@@ -64,10 +64,8 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
         >>> backbone = ksm.models.LIMoEBackbone(
         ...     (32, 32, 3), 8, 500, 16, 2, 2, 32, 64, moe_layers=(1,), router=router
         ... )
-        >>> pairs = {
-        ...     "images": np.zeros((2, 32, 32, 3)),
-        ...     "token_ids": np.ones((2, 16), "int32"),
-        ... }
+        >>> token_ids = np.ones((2, 16), "int32")
+        >>> pairs = {"images": np.zeros((2, 32, 32, 3)), "token_ids": token_ids}
         >>> backbone(pairs)["image_embedding"].shape
         (2, 512)
     """

@@ -52,9 +52,8 @@ class MutableRouting:
         Source: V-MoE, sections 2.4 and 4, appendices E.3, E.4, E.7; LIMoE, E.5.
 
         Examples:
-            >>> model = ksm.models.ViTMoEImageClassifier.from_preset(
-            ...     "vmoe_tiny_patch4_16e_32_glyphs"
-            ... )
+            >>> name = "vmoe_tiny_patch4_16e_32_glyphs"
+            >>> model = ksm.models.ViTMoEImageClassifier.from_preset(name)
             >>> model.set_routing(priority="max", capacity_factor=0.5)
         """
         routers, is_for_all = self.routers, layers is None

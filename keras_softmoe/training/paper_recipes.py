@@ -65,9 +65,8 @@ class Recipe:
         source: str, papers, sections and tables of the numbers.
 
     Examples:
-        >>> recipe = ksm.training.recipe(
-        ...     "finetuning", num_classes=10, steps=2, image_size=32, batch_size=4
-        ... )
+        >>> changes = {"num_classes": 10, "steps": 2, "image_size": 32, "batch_size": 4}
+        >>> recipe = ksm.training.recipe("finetuning", **changes)
         >>> recipe.compile(classifier)
         >>> data = recipe.training_data((images, labels))
         >>> classifier.fit(data, **recipe.fit_arguments)

@@ -24,12 +24,9 @@ class Augmentation(NamedTuple):
         mixup_alpha: float, of the Beta distribution of MixUp's weights, 0 for none.
 
     Examples:
-        >>> own = ksm.training.Augmentation(
-        ...     num_operations=2, magnitude=10, mixup_alpha=0.2
-        ... )
-        >>> recipe = ksm.training.recipe(
-        ...     "finetuning", num_classes=10, steps=2_500, augmentation=own
-        ... )
+        >>> own = ksm.training.Augmentation(num_operations=2, magnitude=10)
+        >>> changes = {"num_classes": 10, "augmentation": own}
+        >>> recipe = ksm.training.recipe("finetuning", **changes)
     """
 
     crop: bool = True
