@@ -253,10 +253,9 @@ class TwoTowerContrastive(ContrastiveTask):
     Source: Soft MoE, section 4.
 
     Examples:
-        >>> towers = ksm.models.TwoTowerBackbone(
-        ...     ksm.models.ViTMoEBackbone((32, 32, 3), 8, 1, 2, 32, 64),
-        ...     ksm.models.TextMoEBackbone(400, 16, 1, 2, 32, 64),
-        ... )
+        >>> image_tower = ksm.models.ViTMoEBackbone((32, 32, 3), 8, 1, 2, 32, 64)
+        >>> text_tower = ksm.models.TextMoEBackbone(400, 16, 1, 2, 32, 64)
+        >>> towers = ksm.models.TwoTowerBackbone(image_tower, text_tower)
         >>> model = ksm.models.TwoTowerContrastive(towers)
         >>> model.encode_text(np.ones((2, 16), "int32")).shape
         (2, 32)

@@ -42,12 +42,10 @@ class TwoTowerBackbone(MoEBackbone, SingleModality):
     losses of experts in the towers to the contrastive loss.
 
     Examples:
-        >>> backbone = ksm.models.TwoTowerBackbone(
-        ...     ksm.models.ViTMoEBackbone.from_preset(name),
-        ...     ksm.models.TextMoEBackbone(500, 16, 2, 2, 32, 64),
-        ...     text_projection_dim=96,
-        ...     freeze_image=True,
-        ... )
+        >>> image_tower = ksm.models.ViTMoEBackbone.from_preset(name)
+        >>> text_tower = ksm.models.TextMoEBackbone(500, 16, 2, 2, 32, 64)
+        >>> settings = {"text_projection_dim": 96, "freeze_image": True}
+        >>> backbone = ksm.models.TwoTowerBackbone(image_tower, text_tower, **settings)
     """
 
     def __init__(
