@@ -7,8 +7,7 @@ import numpy as np
 from keras_softmoe.checks import is_number
 
 DROPPED = "#d9d9d9"
-# Okabe and Ito's colours, which colour-blind people can distinguish. Yellow, which is
-# invisible on white, is left out.
+# Okabe and Ito's colours for colour-blind people, without yellow, invisible on white.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 MODALITY_COLORS = {"text": PALETTE[0], "image": PALETTE[1]}
 MARKERS = "osD^vP*X"
@@ -172,9 +171,8 @@ def spread_of(values):
 
 def legend_beside(figure, handles):
     """Draw a legend to the right of all panels, from a dict of labels to artists."""
-    figure.legend(
-        handles.values(), handles.keys(), loc="outside right center", fontsize=8
-    )
+    place = "outside right center"
+    figure.legend(handles.values(), handles.keys(), loc=place, fontsize=8)
 
 
 def labelled(ax):
@@ -199,8 +197,7 @@ def chosen_experts(experts, count):
     experts = list(range(count) if experts is None else experts)
     if not experts or any(expert not in range(count) for expert in experts):
         raise ValueError(
-            f"`experts` must name experts from 0 to {count - 1}, or be `None`. "
-            f"Received: experts={experts}."
+            f"`experts` must be from 0 to {count - 1}, or `None`. Received: {experts=}."
         )
     return experts
 

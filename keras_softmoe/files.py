@@ -45,10 +45,9 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL}
 def atomic_file(path, room=0):
     """Write a file aside and move it into place when it is complete.
 
-    Other files written beside it are moved first. Symbolic links are followed, mode and
-    owner kept. `room` are bytes that must be free. Yields the path to write, with the
-    same suffixes. Raises `WriteError` (an `OSError` and a `ValueError`) if the system
-    refuses, or the path is of another kind.
+    Other files written beside it are moved first. Links are followed, mode and owner
+    kept. `room` are bytes that must be free. Yields the path to write, with the same
+    suffixes. Raises `WriteError` if the system refuses, or a path is of another kind.
     """
     with wrap_os_errors(path):
         target = _resolved(path)
@@ -92,9 +91,8 @@ def atomic_directory(directory, marks, keep=lambda path: True, room=0):
     patterns `marks`. `keep` takes the relative path of an existing file that was not
     written again, and returns whether to keep it. `room` is as in `atomic_file`.
 
-    Yields an empty directory to write to. Raises `WriteError` (an `OSError` and a
-    `ValueError`) if the system refuses, the path is of another kind, or a file would be
-    replaced in a directory without a mark.
+    Yields an empty directory to write to. Raises `WriteError` if the system refuses, a
+    path is of another kind, or a file would be replaced where there is no mark.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(wrap_os_errors(directory))

@@ -6,8 +6,7 @@ A preset is a directory in KerasHub's format: `config.json` (architecture),
 model card). In ours, `metadata.json` also has the `kind`:
 
 - `"trained"`: real weights, trained with the script that is named in its card.
-- `"convertible"`: weights released by others. They are downloaded and converted when
-  they are first loaded, and kept in the cache of Keras.
+- `"convertible"`: weights released by others, downloaded and converted when first used.
 - `"architecture"`: the weights were never released. Load with `load_weights=False`.
 
 Only trained presets are directories in the package; `write` makes those of others.

@@ -87,8 +87,7 @@ def test_the_dense_mlp_costs_as_much_as_the_products(layers, name):
 
 def test_the_soft_moe_runs_beside_its_twin(benchmark, tiny_models):
     models, shapes = tiny_models
-    patience = benchmark("timing").Patience(rounds=1)
-    rows = list(models.measure_twins(shapes, patience))
+    rows = list(models.measure_twins(shapes, benchmark("timing").Patience(rounds=1)))
     assert [row["pass"] for row in rows] == ["forward", "fit", "fit"]
     for row in rows:
         check_times(row, ["soft_moe", "dense_twin"])

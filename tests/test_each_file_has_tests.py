@@ -14,9 +14,7 @@ from tests import skips
 
 TESTS = pathlib.Path(__file__).parent
 PACKAGE = TESTS.parent / "keras_softmoe"
-ROOMS = sorted(
-    path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()
-)
+ROOMS = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
 
 
 def named_files():

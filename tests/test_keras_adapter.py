@@ -1,8 +1,7 @@
 """Uses of private Keras do what their docstrings say.
 
-`keras_adapter/layers.py`, `keras_adapter/runs.py`, `keras_adapter/data.py`,
-`keras_adapter/distributions.py` and `keras_adapter/exports.py`; what the library makes
-of them is tested where it does.
+`keras_adapter/layers.py`, `keras_adapter/runs.py`, `keras_adapter/data.py` and
+`keras_adapter/exports.py`; what the library makes of them is tested where it does.
 """
 
 import contextlib
@@ -11,13 +10,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_softmoe.keras_adapter import (
-    data,
-    distributions,
-    exports,
-    layers as adapted,
-    runs,
-)
+from keras_softmoe.keras_adapter import data, exports, layers as adapted, runs
 
 
 def model():
@@ -119,8 +112,8 @@ def test_state_of_optimizers():
 
 def test_distributions():
     version = tuple(map(int, keras.__version__.split(".")[:2]))
-    assert distributions.backend_distributes() == (version >= (3, 16))
-    assert distributions.layout_map_of(None) is None
+    assert data.backend_distributes() == (version >= (3, 16))
+    assert data.layout_map_of(None) is None
 
 
 def test_assertions_on_sizes_are_removed():

@@ -99,8 +99,7 @@ def test_notebooks_have_the_code_and_the_output_of_the_guides():
 
 
 def test_the_readme_is_short():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 150
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
 
 def test_links_of_the_readme():

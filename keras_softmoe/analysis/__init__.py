@@ -6,16 +6,12 @@ writes all figures on one page. Both need matplotlib (the extra `viz`).
 
 Names that the examples of this module use:
 
-    >>> soft = ksm.models.ViTMoEImageClassifier.from_preset(
-    ...     "soft_moe_tiny_patch4_16e_32_glyphs"
-    ... )
-    >>> sparse = ksm.models.ViTMoEImageClassifier.from_preset(
-    ...     "vmoe_tiny_patch4_16e_32_glyphs"
-    ... )
+    >>> from_preset = ksm.models.ViTMoEImageClassifier.from_preset
+    >>> soft = from_preset("soft_moe_tiny_patch4_16e_32_glyphs")
+    >>> sparse = from_preset("vmoe_tiny_patch4_16e_32_glyphs")
     >>> images, labels, *_ = ksm.datasets.sample("glyphs", 8)
-    >>> limoe = ksm.models.LIMoEContrastive.from_preset(
-    ...     "limoe_tiny_patch4_8e_32_shapes"
-    ... )
+    >>> name = "limoe_tiny_patch4_8e_32_shapes"
+    >>> limoe = ksm.models.LIMoEContrastive.from_preset(name)
     >>> scenes, _, _, captions = ksm.datasets.sample("shapes", 8)
 """
 

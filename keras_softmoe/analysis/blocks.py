@@ -15,15 +15,13 @@ NUM_BINS = 50
 class ExpertInformation(NamedTuple):
     """Mutual information of a token's expert with its place and its class, in bits.
 
-    With a router that mixes tokens, the probability of an expert is the token's combine
-    weight for it; with a sparse one, all experts that take the token are equally
-    likely. Dropped tokens are left out.
+    A router that mixes tokens has combine weights as probabilities of experts; with a
+    sparse one, all experts that take a token are equally likely. Dropped ones are out.
 
     Attributes:
         entropy: float, the entropy of the expert. `log2(E)` if all are used equally.
         position: float, mutual information of expert and place in the sequence.
-        label, label_chance: float, mutual information of expert and class of the image,
-            and with shuffled labels. `None` without labels.
+        label, label_chance: float, that of expert and class, also of shuffled classes.
     """
 
     entropy: float
@@ -47,8 +45,7 @@ class ExpertInformation(NamedTuple):
 class BlockStatistics(NamedTuple):
     """Routing at one block with any router, summed up over groups of tokens.
 
-    The attributes after `demand` are for `N` images of `T` tokens each, and `None` if
-    the tokens of an input are unknown, as in your own models.
+    Attributes after `demand` are of `N` inputs of `T` tokens, `None` if `T` is unknown.
 
     Attributes:
         block: int or str, the block, see `observe`.
@@ -162,22 +159,21 @@ class BlockReducer:
         self._sums[name].add(decision, num_images, self._num_tokens)
 
     def result(self):
-        return {name: self._statistics(name) for name in self._loads}
-
-    def _statistics(self, name):
-        num_groups, num_tokens, load, dropped, demand = self._loads[name]
-        of_images = self._sums[name].fields() if name in self._sums else {}
-        return BlockStatistics(
-            block=name,
-            num_groups=num_groups,
-            num_tokens=int(num_tokens),
-            load=load,
-            dropped=float(dropped / max(num_tokens, 1)),
-            chooses=chooses(self._routers[name]),
-            patch_grid=self._patch_grid,
-            demand=demand if demand.any() else None,
-            **of_images,
-        )
+        found = {}
+        for name, sums in self._loads.items():
+            num_groups, num_tokens, load, dropped, demand = sums
+            found[name] = BlockStatistics(
+                block=name,
+                num_groups=num_groups,
+                num_tokens=int(num_tokens),
+                load=load,
+                dropped=float(dropped / max(num_tokens, 1)),
+                chooses=chooses(self._routers[name]),
+                patch_grid=self._patch_grid,
+                demand=demand if demand.any() else None,
+                **(self._sums[name].fields() if name in self._sums else {}),
+            )
+        return found
 
 
 class _ImageSums:

@@ -9,7 +9,6 @@ from keras_softmoe.analysis import (
     panels_blocks as of_blocks,
     panels_maps as of_maps,
     panels_modalities as of_modalities,
-    panels_soft as of_soft,
 )
 from keras_softmoe.checks import check_choice, check_names
 from keras_softmoe.types import Figure
@@ -18,10 +17,9 @@ from keras_softmoe.types import Figure
 class FigureRow(NamedTuple):
     """A figure of the routing of a model.
 
-    `draw` is a callable from statistics (a list of those of blocks, but of one of
-    `maps`) and options to a figure, `applies` one from the statistics of a block to a
-    bool, `part` the attribute of `Routing` with the statistics, `least_blocks` the
-    fewest blocks.
+    `draw` maps statistics (a list of those of blocks, but of one of `maps`) and options
+    to a figure, `applies` the statistics of a block to a bool. `part` is the attribute
+    of `Routing` with the statistics, `least_blocks` the fewest blocks.
     """
 
     part: str
@@ -86,20 +84,20 @@ FIGURES = {
     # === Soft routers ===
     "token_weights": FigureRow(
         "soft",
-        of_soft.token_weights,
+        of_blocks.token_weights,
         "Dispatch weights of tokens, summed over slots. Where the line falls slowly, "
         "some tokens count far more than others. The dotted line is the mean.",
         "Soft MoE, figure 24, left",
     ),
     "contributions": FigureRow(
         "soft",
-        of_soft.contributions,
+        of_blocks.contributions,
         "Mean combine weights of experts, relative to the smallest of the block.",
         "Soft MoE, figure 24, center",
     ),
     "tokens_per_slot": FigureRow(
         "soft",
-        of_soft.tokens_per_slot,
+        of_blocks.tokens_per_slot,
         "How many tokens each slot mixes: the sum of its largest weights, a line for "
         "each slot, in colour for those that need the fewest and the most tokens. The "
         "dashed line is a uniform average.",
@@ -107,14 +105,14 @@ FIGURES = {
     ),
     "concentration": FigureRow(
         "soft",
-        of_soft.concentration,
+        of_blocks.concentration,
         "How few tokens make up a slot (or slots the output of a token): mean and "
         "central parts of the distribution. The dashed line is a uniform average.",
         "Soft MoE, figures 26 and 27",
     ),
     "slot_correlation": FigureRow(
         "soft",
-        of_soft.slot_correlation,
+        of_blocks.slot_correlation,
         "Cosines between the parameters of the slots. Red squares along the diagonal "
         "are experts whose slots are alike.",
         "Soft MoE, figures 28 to 30",

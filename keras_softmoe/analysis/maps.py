@@ -38,8 +38,7 @@ class ExpertExamples(NamedTuple):
     Attributes of images or captions are `None` if there were none.
 
     Attributes:
-        share: dict from modalities to `(E,)` float64 arrays: the share of tokens whose
-            first choice is the expert.
+        share: dict from modalities to `(E,)` float64 arrays: shares of first choices.
         patches: list of `E` arrays `(n, height, width, channels)` float32 in `[-1, 1]`:
             patches with this first choice, most probable first, at most one an image.
         patch_probabilities: list of `E` float32 arrays `(n,)`.
@@ -69,15 +68,12 @@ class RoutingMaps(NamedTuple):
         images: `(B, height, width, channels)` float32 array, in `[-1, 1]`.
         dispatch: `(B, rows, columns, E, C)` float32 array, the share of each patch in
             slot `c` of expert `e`: weights of soft routers, 0 or 1 of sparse ones.
-        combine: `(B, rows, columns, E, C)` float32 array, the weight of that slot's
-            output for each patch.
+        combine: array of the same shape, weights of the slots' outputs for each patch.
         words: list of `B` lists of str, the pieces of each caption and its padding.
-        word_experts: `(B, sequence_length)` int array, the expert of the largest weight
-            for each piece, -1 where no expert takes it.
+        word_experts: `(B, sequence_length)` int array, main experts, -1 where dropped.
         patches: `ExpertPatches` of all images of the pass, for sparse routers.
         examples: `ExpertExamples` of all pairs of the pass, for LIMoE.
-        discarded: dict from capacity factors to `(B, rows, columns)` bool arrays, the
-            patches that no expert takes at that capacity.
+        discarded: dict from capacity factors to `(B, rows, columns)` bool arrays.
         priority: str, the priority of the router.
 
     Examples:
@@ -187,10 +183,8 @@ def _weights(decision, num_tokens, count):
 
 def _main_experts(dispatch, combine):
     """Return the expert of the largest weight, `(...)`, of `(..., E, C)` weights."""
-    # (..., E)
-    weight = combine.sum(axis=-1)
     dropped = dispatch.sum(axis=(-2, -1)) == 0
-    return np.where(dropped, -1, weight.argmax(axis=-1))
+    return np.where(dropped, -1, combine.sum(axis=-1).argmax(axis=-1))
 
 
 class PatchReducer:
@@ -272,8 +266,7 @@ class ExampleReducer:
                 continue
             cut = _patches(images, self._pairs.backbone.patch_grid)
             for expert, best in enumerate(self._patches[name]):
-                probability = probabilities[..., expert]
-                chosen = np.where(first == expert, probability, -1.0)
+                chosen = np.where(first == expert, probabilities[..., expert], -1.0)
                 best.add(chosen, cut.__getitem__)
 
     def result(self):
@@ -284,8 +277,7 @@ class ExampleReducer:
         if "image" in routed:
             best = self._patches[block]
             found["patches"] = [x.images for x in best]
-            probabilities = [x.weights.astype("float32") for x in best]
-            found["patch_probabilities"] = probabilities
+            found["patch_probabilities"] = [x.weights.astype("float32") for x in best]
         if "text" in routed:
             ids, found["word_probabilities"] = self._words[block].surest(self._count)
             found["words"] = [pieces(self._pairs.tokenizer, i) for i in ids]
@@ -314,8 +306,7 @@ class _Best:
         # Stable: of equals the first.
         for image in np.argsort(-best, kind="stable")[: self._count]:
             if best[image] >= 0:
-                found = cut((image, patches[image]))
-                self._found.append((best[image], found))
+                self._found.append((best[image], cut((image, patches[image]))))
         self._found.sort(key=lambda pair: -pair[0])
         del self._found[self._count :]
 

@@ -47,8 +47,7 @@ class ModalityStatistics(NamedTuple):
         block: int or str, the block, see `observe`.
         num_tokens: dict to int.
         routed: dict to `(E,)` int64 array, tokens with the expert as first choice.
-        chosen: dict to `(E,)` int64 array, tokens that have the expert among their `K`
-            choices.
+        chosen: dict to `(E,)` int64 array, tokens with the expert among `K` choices.
         assigned: dict to `(E,)` int64 array, tokens that each expert processes.
         padding: `(E,)` int64 array, how many of `assigned["text"]` are padding.
         dropped: dict to float, the share of tokens that no expert takes.
@@ -60,8 +59,7 @@ class ModalityStatistics(NamedTuple):
         probability: dict to `(E,)` float64 array, mean routing probability.
         confidence_mean: dict to float, mean of a token's largest routing probability.
         confidence_std: dict to float, its standard deviation over tokens.
-        confidence_histogram: dict to `(50,)` int64 array, how often it fell into each
-            bin of equal width between 0 and 1.
+        confidence_histogram: dict to `(50,)` int64 array, counts in bins from 0 to 1.
         transitions: dict to `(E, E)` int64 array, tokens by their first choices here
             (rows) and in the next MoE block. `None` at the last one.
         words: `WordStatistics`, `None` without a tagger.
@@ -251,8 +249,7 @@ def _queue(router, scores, masks):
     if priority not in PRIORITIES:
         # One modality first; where it is missing, by position.
         none = np.zeros(scores.shape[:2])
-        first = masks.get(priority.removesuffix("_first"), none)
-        priority = first.astype("float32")
+        priority = masks.get(priority.removesuffix("_first"), none).astype("float32")
     queue = token_choice(
         scores,
         router.num_selected_experts,
@@ -316,10 +313,8 @@ class WordReducer:
         found = {}
         for name, sums in self._sums.items():
             tags = sorted(sums, key=lambda tag: (tag == PADDING_TAG, -sums[tag][0]))
-            num_tokens, assigned = zip(*(sums[tag] for tag in tags), strict=True)
-            found[name] = WordStatistics(
-                tuple(tags), np.array(num_tokens), np.array(assigned)
-            )
+            counts = zip(*(sums[tag] for tag in tags), strict=True)
+            found[name] = WordStatistics(tuple(tags), *map(np.array, counts))
         return found
 
     def _tags(self, token_ids):

@@ -32,8 +32,7 @@ _FADED = 0.12
 def slots(maps, slots=6):
     """Draw the share of each patch in some slots, one row for each image.
 
-    `slots` is how many to show, those that differ most in their patches, or a sequence
-    of `(expert, slot)` pairs.
+    `slots` are `(expert, slot)` pairs, or how many of those that differ most to show.
     """
     matplotlib = drawing.import_matplotlib()
     chosen = _chosen_slots(maps.dispatch, slots)
@@ -109,8 +108,7 @@ def discarded(maps):
         for ax, image, patches in zip(column, maps.images, taken_by_none, strict=True):
             drawing.draw_image(ax, image)
             drawing.hatch_patches(ax, image, patches)
-            share = f"{patches.mean():.0%} discarded"
-            ax.set_xlabel(share, fontsize=7, labelpad=2)
+            ax.set_xlabel(f"{patches.mean():.0%} discarded", fontsize=7, labelpad=2)
     title = f"Patches that no expert takes\n{drawing.block_title(maps.block)}"
     if maps.priority is not None:
         priority = drawing.PRIORITY_NAMES.get(maps.priority, maps.priority)
@@ -204,8 +202,7 @@ def pair(maps, index=0):
     for ax, expert in zip(axes[1:], shown, strict=True):
         drawing.draw_image(ax, _faded(image, patch_experts == expert))
         ax.set_title("dropped" if expert < 0 else f"expert {expert}", fontsize=9)
-        taken = word_experts == expert
-        _write_below(ax, _counted(np.extract(taken, words)))
+        _write_below(ax, _counted(np.extract(word_experts == expert, words)))
     title = f"Experts of one pair, {drawing.block_title(maps.block)}"
     figure.suptitle(title, fontsize=11)
     return figure
@@ -219,9 +216,8 @@ def _chosen_slots(dispatch, slots):
     known = list(np.ndindex(num_experts, slots_per_expert))
     if not chosen or any(tuple(pair) not in known for pair in chosen):
         raise ValueError(
-            "`slots` must be a positive number of slots, or pairs (expert, slot) out "
-            f"of {num_experts} experts with {slots_per_expert} slots each. "
-            f"Received: slots={slots}."
+            "`slots` must be a positive number, or pairs (expert, slot) of "
+            f"{num_experts} experts with {slots_per_expert} slots. Received: {slots=}."
         )
     return chosen
 

@@ -44,8 +44,7 @@ def modality_load(blocks):
         experts = range(len(block.padding))
         drawing.name_ticks(ax.xaxis, experts, experts, _MOST_EXPERT_TICKS)
         drawing.plain_axes(ax, 7)
-    thousands = matplotlib.ticker.EngFormatter(sep="")
-    figure.axes[0].yaxis.set_major_formatter(thousands)
+    figure.axes[0].yaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
     drawing.label_axes(figure, "expert", "tokens")
     drawing.legend_beside(figure, handles)
     return figure
@@ -147,8 +146,7 @@ def words(blocks):
 def priorities(blocks, experts=None):
     """Draw the places of tokens in the queue for each expert.
 
-    `experts` defaults to up to eight: those that most text tokens choose (patches, if
-    there is no text).
+    `experts` defaults to the eight that most text tokens (or patches alone) choose.
     """
     count = max(len(block.padding) for block in blocks)
     if experts is None and count > _MOST_EXPERTS:

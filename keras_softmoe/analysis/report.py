@@ -38,8 +38,7 @@ _DPI = 110
 # The labels of figures are then about as large as the text of the page.
 _PIXELS_PER_INCH = 105
 
-# The policy forbids resources outside the file. Without the empty icon browsers request
-# one from the server.
+# The policy forbids resources outside the file. Browsers request a missing icon.
 _PAGE = """<!DOCTYPE html>
 <html lang="en">
 <head>

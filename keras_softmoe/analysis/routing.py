@@ -28,8 +28,7 @@ class Routing(NamedTuple):
     Attributes:
         blocks: dict from each MoE block, as `observe` names it, to `BlockStatistics`.
         soft: dict from each block with a `SoftRouter` to `SoftStatistics`.
-        modalities: dict from each block to `ModalityStatistics`, for a LIMoE whose
-            tokens choose experts.
+        modalities: dict to `ModalityStatistics`, for a LIMoE whose tokens choose.
         maps: dict from each block to `RoutingMaps` of some images or pairs.
         model: str, the name of the model.
 
@@ -62,8 +61,7 @@ class Routing(NamedTuple):
 
         Args:
             figure: str, one of `figures`.
-            blocks: sequence of blocks. If `None`, all to which the figure applies, or
-                the first of them for a figure of one block.
+            blocks: sequence of blocks, by default all that apply (or one, the first).
             **options: the options of the figure, see the table of figures.
         """
         check_choice("figure", figure, self.figures)
@@ -125,20 +123,15 @@ def analyze(
 
     Args:
         model: as in `observe`.
-        data: as in `observe`; for a LIMoE `(N, height, width, channels)` images, or
-            `None` for text alone.
+        data: as in `observe`; for a LIMoE an array of images, or `None` for text alone.
         labels: optional `(N,)` int array, classes of the images, counted from 0.
-        captions: for a LIMoE, `N` str or `(N, sequence_length)` ints, or `None` for
-            images alone.
+        captions: for a LIMoE `N` str or `(N, S)` ints, or `None` for images alone.
         tagger: for a LIMoE, callable from a list of words to a list of their tags, such
             as `lambda words: [tag for _, tag in nltk.pos_tag(words)]`.
-        num_pictures: int, how many of the first images or pairs (at most one batch) are
-            kept with their routing, and shown patch by patch.
-        capacity_factors: sequence of floats, of capacities at which the kept images are
-            routed again, to show the discarded patches.
+        num_pictures: int, how many of the first images or pairs (of one batch) to keep.
+        capacity_factors: sequence of floats, to show patches that kept images discard.
         batch_size: int, inputs of an array at a time, of pairs whole groups.
-        preprocessor: callable applied to each batch. By default a task's own; without
-            one, images in `[-1, 1]` and token ids are expected.
+        preprocessor: as in `observe`; without one, images are `[-1, 1]`, text is ids.
         verbose: 0 for silence, 1 for a progress bar, 2 for one line.
 
     Source: V-MoE, section 5 and appendices D and E; Soft MoE, section 3.6 and
@@ -200,8 +193,8 @@ def _reducers(backbone, routers, labels, tagger, num_pictures, pairs):
     if tagger is not None:
         if "modalities" not in reducers:
             raise ValueError(
-                "`tagger` needs a LIMoE whose tokens choose experts. Received: tagger "
-                f"with {type(backbone).__name__}."
+                "`tagger` needs a LIMoE whose tokens choose experts. "
+                f"Received: {type(backbone).__name__}."
             )
         reducers["words"] = WordReducer(pairs, tagger)
     if num_pictures:
@@ -246,8 +239,7 @@ class RoutingMonitor(keras.callbacks.Callback):
     tokens choose experts, `usage` is measured, too.
 
     Args:
-        data: as in `analysis.observe`; a few hundred inputs are enough. `None` for the
-            text of a LIMoE alone.
+        data: as in `analyze`; a few hundred inputs are enough.
         captions: for a LIMoE, `N` str or `(N, sequence_length)` ints.
         every: int, steps between measurements of the usage; `None` for each epoch.
         last: int, how many of the last measurements of the usage are averaged.
@@ -285,8 +277,7 @@ class RoutingMonitor(keras.callbacks.Callback):
     def usage(self, modality: str | None) -> dict:
         """Return the mean share of a modality's tokens that each expert processes.
 
-        `modality` is `"image"` or `"text"`. Returns a dict from the index of each MoE
-        block to an `(E,)` float64 array.
+        `modality` is `"image"` or `"text"`. Returns a dict of `(E,)` arrays by block.
         """
         blocks = self._shares[0] if self._shares else {}
         measured = next(iter(blocks.values()), {})

@@ -6,7 +6,7 @@ import numpy as np
 from keras import ops
 
 from keras_softmoe.analysis.figures import figure_method
-from keras_softmoe.analysis.panels_soft import BANDS
+from keras_softmoe.analysis.panels_blocks import BANDS
 from keras_softmoe.checks import check_numbers
 from keras_softmoe.routers import SoftRouter
 
@@ -23,10 +23,8 @@ class Concentration(NamedTuple):
     """The share of an average that its `n` largest weights hold, over many averages.
 
     Attributes:
-        mean: `(N,)` float64 array, entry `n - 1` the mean sum of the `n` largest
-            weights, which all together are one.
-        counts: `(N, 1000)` int64 array: how often the sum of the `n` largest weights
-            fell into each bin of equal width between 0 and 1.
+        mean: `(N,)` float64 array, entry `n - 1` the mean sum of `n` weights.
+        counts: `(N, 1000)` int64 array, how often the sums fell into bins from 0 to 1.
     """
 
     mean: np.ndarray
@@ -85,8 +83,7 @@ class SoftStatistics(NamedTuple):
             dispatch weights of a slot, averaged over groups.
         dispatch: `Concentration` of the dispatch weights of all slots in all groups.
         combine: `Concentration` of the combine weights of all tokens.
-        slot_directions: `(E * C, D)` float32 array, the parameters of the slots, scaled
-            to length 1, or `None` for a block that mixes uniformly.
+        slot_directions: `(E * C, D)` float32 array, parameters of slots, of length 1.
 
     Examples:
         >>> block = ksm.analysis.analyze(soft, images).soft[3]
@@ -114,8 +111,7 @@ class SoftStatistics(NamedTuple):
     def slot_cosines(self) -> np.ndarray | None:
         """`(E * C, E * C)` float32 array: cosines between the parameters of the slots.
 
-        Slots at a cosine of 1 take in the same mixture of tokens. `None` for a block
-        that mixes uniformly. Source: Soft MoE, appendix I (figures 28 to 30).
+        Slots at a cosine of 1 mix alike. Source: Soft MoE, appendix I (figures 28-30).
         """
         if self.slot_directions is None:
             return None

@@ -59,13 +59,11 @@ def observe(
     Args:
         model: any built `keras.Model` with `layers.MoE` or `layers.SoftMoE`. It is
             called as `model(batch, training=False)`; of a task the backbone.
-        data: an array of inputs, such as `(N, height, width, channels)` images; a dict
-            of arrays; or an iterable of batches of inputs or of tuples that begin with
-            them (a `tf.data.Dataset`, PyTorch `DataLoader`, generator).
+        data: an array of inputs, such as `(N, H, W, channels)` images; dict of arrays;
+            or iterable of batches of inputs, or of tuples that begin with them.
         reducers: sequence of `Reducer`, which share the pass.
         batch_size: int, inputs of an array at a time.
-        preprocessor: callable applied to each batch. By default a task's own for
-            images, none for dicts.
+        preprocessor: applied to each batch. By default a task's own, none for dicts.
         verbose: 0 for silence, 1 for a progress bar, 2 for one line.
 
     Returns:
@@ -230,8 +228,7 @@ def batches_of(model, data, batch_size, preprocessor):
     else:
         count = len(data) if hasattr(data, "__len__") else None
         batches = iter(data)
-    inputs = (_inputs(backbone, batch, preprocessor, own) for batch in batches)
-    return inputs, count
+    return (_inputs(backbone, batch, preprocessor, own) for batch in batches), count
 
 
 def _inputs(backbone, batch, preprocessor, own):

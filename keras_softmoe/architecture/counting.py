@@ -86,8 +86,7 @@ def count_products(call, layers, inputs, times=None) -> int:
     """Return the multiply-adds in the matrix products of a call on shapes.
 
     `inputs` are (structures of) `keras.KerasTensor`, `layers` those that `call` calls,
-    and `times` is a dict from their ids to how often they count. Functions of the
-    backend in attention, MLPs and experts are counted by shapes.
+    `times` a dict from their ids to how often they count.
     """
     with without_values(), counted_products() as products:
 

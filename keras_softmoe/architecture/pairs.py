@@ -167,6 +167,5 @@ class TwoTowers(Settings):
 
 
 def _scale(settings):
-    return ContrastiveScale(
-        settings.logit_scale, settings.logit_bias, name="contrastive_scale"
-    )
+    scale, bias = settings.logit_scale, settings.logit_bias
+    return ContrastiveScale(scale, bias, name="contrastive_scale")

@@ -21,8 +21,7 @@ _OF_MODELS = ("name", "trainable")
 def read(kind: str, config: Mapping) -> Settings:
     """Return the record of a serialized backbone. No model is built.
 
-    `kind` is the registered name of its class, one of `BY_NAME`, and `config` a dict of
-    its arguments, with routers or serialized ones.
+    `kind` is one of `BY_NAME`, `config` a dict of arguments (routers, or serialized).
     """
     config = {name: x for name, x in config.items() if name not in _OF_MODELS}
     cls = BY_NAME[kind]

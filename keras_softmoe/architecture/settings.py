@@ -26,11 +26,9 @@ class Settings:
     @classmethod
     def names(cls) -> dict[str, Any]:
         """Return the defaults of all settings, or `dataclasses.MISSING`."""
-        found = {field.name: field.default for field in dataclasses.fields(cls)}
+        found = [(field.name, field.default) for field in dataclasses.fields(cls)]
         # Required settings come first.
-        return dict(
-            sorted(found.items(), key=lambda x: x[1] is not dataclasses.MISSING)
-        )
+        return dict(sorted(found, key=lambda x: x[1] is not dataclasses.MISSING))
 
     @classmethod
     def of(cls, settings: Mapping) -> Self:

@@ -1,7 +1,6 @@
 """Entries of the catalogue: names, descriptions and directories.
 
-An entry is either a directory in KerasHub's format, with weights, or a `Row` of
-`unreleased` or `released`.
+An entry is a directory in KerasHub's format, with weights, or a `Row`.
 """
 
 import contextlib
@@ -12,24 +11,21 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from keras_softmoe.catalogue import preset_files
 from keras_softmoe.catalogue.released import released
 from keras_softmoe.catalogue.unreleased import unreleased
-from keras_softmoe.checks import check_choice, check_whole_numbers, quote
+from keras_softmoe.checks import check_choice, check_whole_numbers, quote, received
 from keras_softmoe.files import atomic_directory, restore_interrupted
 
 CONFIG_FILE = "config.json"
 METADATA_FILE = "metadata.json"
 _TASK_FILE = "task.json"
-# Files that identify the directory of a preset; other directories may have a
-# `config.json`, too.
+# Files that identify the directory of a preset. (A `config.json` may be another's.)
 PRESET_MARKS = (
     *(METADATA_FILE, _TASK_FILE, "preprocessor.json", "image_converter.json"),
     *("tokenizer.json", "model*.weights.*"),
 )
 
-# Directory of the trained presets: inside the package in a wheel, beside it in a
-# checkout.
+# Directory of the trained presets: in a wheel in the package, in a checkout beside it.
 ROOT = Path(__file__).parent.parent / "_presets"
 if not ROOT.is_dir():
     ROOT = ROOT.parent.parent / "presets"
@@ -82,8 +78,7 @@ def names(
 
     Args:
         containing: str, a part of the name, such as `"soft_moe"` or `"tiny"`.
-        weights: `True` for presets with weights, in the package or to download, `False`
-            for architectures. `None` for both.
+        weights: `True` for presets with weights, `False` for architectures, or `None`.
         image_size: int, height and width of the images in pixels.
 
     Examples:
@@ -94,8 +89,7 @@ def names(
     """
     if not isinstance(containing, str):
         raise ValueError(
-            "`containing` must be a str, a part of a name. Received: "
-            f"containing={quote(containing)}."
+            f"`containing` must be part of a name. {received(containing=containing)}"
         )
     check_choice("weights", weights, (None, True, False))
     if image_size is not None:
@@ -139,19 +133,16 @@ def describe(name: str) -> Preset:
 def write(name: str, directory: str | os.PathLike) -> str:
     """Write a preset without weights as a directory in KerasHub's format.
 
-    KerasHub's classes and tools need it, `from_preset` does not. The directory has the
-    configuration and the image preprocessing.
+    It has configuration and image preprocessing, for KerasHub's classes and tools.
 
     Args:
         name: str, the name of a preset of the kind `"architecture"` or `"convertible"`.
-        directory: str or path, created if it does not exist. In a preset directory
-            files of the same names are replaced; all others are kept.
+        directory: str or path, created if needed. In a preset, files are replaced.
 
     Returns `directory` as a str.
 
     Raises:
-        ValueError: if the name is unknown, the preset has a directory already, or the
-            directory cannot be written (also an `OSError`).
+        ValueError: if the name is unknown, has a directory, or that cannot be written.
 
     Examples:
         >>> ksm.presets.write("vit_base_patch16_224", "my_vit")
@@ -164,7 +155,7 @@ def write(name: str, directory: str | os.PathLike) -> str:
             f"The preset is a directory already: copy '{path}'. Received: name={name!r}"
         )
     with atomic_directory(directory, PRESET_MARKS) as new:
-        for file, text in preset_files.preset_files(rows()[name]).items():
+        for file, text in rows()[name].files().items():
             (new / file).write_text(text, encoding="utf-8")
     return str(directory)
 
@@ -213,7 +204,7 @@ def read_config(preset):
     path = find_directory(preset)
     if path is None:
         # The router is not serialized, as that would import TensorFlow.
-        saved = preset_files.config(rows()[preset])
+        saved = rows()[preset].config()
     else:
         saved = _read_config_file(path)
     with explain_errors(path or preset):
@@ -291,7 +282,7 @@ def _image_size(name):
 
 def _metadata(path, name):
     if path is None:
-        return preset_files.metadata(rows()[name])
+        return rows()[name].metadata()
     file = path / METADATA_FILE
     with explain_errors(path):
         return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}

@@ -78,8 +78,7 @@ SOFT = {
     ],
 }
 
-# The baselines of table 10: by model and experts, by row, settings of the router.
-# Images per group, capacity factor:
+# Baselines of table 10, by model and experts, by row: images per group, capacity factor
 EXPERT_CHOICE = {
     ("S/32", 32): {5: (8, 1.0), 2: (8, 0.5), 4: (1, 0.5), 9: (1, 1.0)},
     ("S/32", 64): {6: (8, 1.0), 8: (1, 1.0)},
@@ -100,7 +99,7 @@ EXPERT_CHOICE = {
     ("L/16", 256): {97: (1, 1.0)},
     ("H/14", 64): {103: (8, 1.25)},
 }
-# K, capacity factor, in groups of 8 images:
+# K, capacity factor, in groups of 8 images
 TOKEN_CHOICE = {
     ("S/32", 32): {10: (1, 1.0), 12: (2, 1.0), 17: (2, 2.0)},
     ("S/32", 64): {11: (1, 1.0), 13: (2, 1.0), 16: (2, 2.0)},

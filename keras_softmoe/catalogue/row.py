@@ -1,14 +1,37 @@
-"""Model without weights in the package as data, and helpers to define it."""
+"""Model without weights in the package: data, preset files, helpers to define it."""
 
 import dataclasses
 import functools
+import json
 from collections.abc import Callable
+
+import keras
 
 from keras_softmoe.architecture import Settings, ViT
 from keras_softmoe.architecture.counting import count
 from keras_softmoe.checks import is_whole_number
 
 IMAGE_SIZE = 224
+
+_LICENCE = "Apache-2.0"
+_LICENCE_OF_RELEASED = (
+    "Apache-2.0, of the repository that releases it; none is stated for the checkpoint "
+    "itself"
+)
+# Modules of the classes that files name.
+_MODULES = {
+    "ViTMoEBackbone": "keras_softmoe.models.vit",
+    "LIMoEBackbone": "keras_softmoe.models.limoe",
+    "ViTMoEImageClassifier": "keras_softmoe.models.image_classifier",
+    "ViTMoEImageClassifierPreprocessor": "keras_softmoe.models.image_preprocessor",
+    "ViTMoEImageConverter": "keras_softmoe.models.image_preprocessor",
+    "LIMoEImageConverter": "keras_softmoe.models.contrastive_preprocessor",
+}
+# By the class of the backbone: classes of its image converter, and of KerasHub's task.
+_CONVERTER_AND_TASK = {
+    "ViTMoEBackbone": ("ViTMoEImageConverter", "ImageClassifier"),
+    "LIMoEBackbone": ("LIMoEImageConverter", "ContrastiveTask"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +82,115 @@ class Row:
         found = self.architecture()
         counts = count(found)
         return counts.parameters, 2e-9 * counts.products / found.group_size
+
+    def files(self):
+        """Return the files of a preset without weights, a dict from names to texts."""
+        backbone = self.config()
+        router = keras.saving.serialize_keras_object(backbone["config"]["router"])
+        backbone["config"]["router"] = router
+        converter = _serialized(
+            _CONVERTER_AND_TASK[self.kind.backbone][0],
+            {
+                **_layer("image_converter"),
+                "image_size": self.arguments["image_shape"][:2],
+                "scale": 1.0 / 127.5,
+                "offset": -1.0,
+                "interpolation": "bilinear",
+                "antialias": False,
+                "crop_to_aspect_ratio": self.release is None or self.release.crop,
+                "pad_to_aspect_ratio": False,
+                "bounding_box_format": "yxyx",
+            },
+        )
+        files = {
+            "config.json": backbone,
+            "metadata.json": self.metadata(),
+            "image_converter.json": converter,
+        }
+        if self.kind.backbone == "ViTMoEBackbone":
+            # A preprocessor for captions needs a vocabulary from the user.
+            own = _layer("preprocessor") | {"image_converter": converter}
+            own["config_file"] = "preprocessor.json"
+            name = "ViTMoEImageClassifierPreprocessor"
+            files["preprocessor.json"] = _serialized(name, own)
+        if self.release:
+            arguments = {
+                "name": f"{self.name}_classifier",
+                "trainable": True,
+                "backbone": backbone,
+                "preprocessor": files["preprocessor.json"],
+                "num_classes": self.release.num_classes,
+                "activation": None,
+                "dropout": 0.0,
+                "head_dtype": None,
+            }
+            files["task.json"] = _serialized("ViTMoEImageClassifier", arguments)
+        return {name: json.dumps(c, indent=4) + "\n" for name, c in files.items()}
+
+    def config(self):
+        """Return the serialized backbone of an architecture, except its router."""
+        arguments = {"name": self.name, "trainable": True, **self.arguments}
+        arguments["router"] = self.router and self.router()
+        return _serialized(self.kind.backbone, arguments)
+
+    def metadata(self):
+        """Return the content of `metadata.json` of a row, a dict."""
+        parameters, gflop = self.counts
+        published, release = self.published or {}, self.release
+        optional = {
+            "published": published,
+            "settings": self.settings,
+            "note": self.note,
+            "checkpoint": release and release.checkpoint,
+            "accuracy": release and release.accuracy,
+        }
+        num_classes = release.num_classes if release else published.get("head_classes")
+        if num_classes:
+            width = self.arguments.get("representation_dim")
+            head = ((width or self.arguments["hidden_dim"]) + 1) * num_classes
+            optional["parameter_count_with_head"] = parameters + head
+        return {
+            "parameter_count": parameters,
+            "gflop_per_image": round(gflop, 2),
+            "tasks": [_CONVERTER_AND_TASK[self.kind.backbone][1]],
+            "kind": "convertible" if release else "architecture",
+            "description": self._description(),
+            "source": self.source,
+            "licence": _LICENCE_OF_RELEASED if release else _LICENCE,
+            "dense_twin": self.twin,
+            **{key: value for key, value in optional.items() if value},
+        }
+
+    def _description(self):
+        shape = self.architecture().flat()
+        height, width, _ = shape["image_shape"]
+        parts = [
+            self.title,
+            f"{shape['hidden_dim']} wide",
+            f"{shape['num_layers']} blocks",
+            self.experts,
+            f"patch {shape['patch_size'][0]} at {height} x {width}",
+        ]
+        if "sequence_length" in shape:
+            parts.append(f"texts of {shape['sequence_length']} tokens")
+        if self.release:
+            parts.append(self.release.training)
+        first, *others = filter(None, parts)
+        return f"{first}: {', '.join(others)}."
+
+
+def _serialized(class_name, config):
+    return {
+        "module": _MODULES[class_name],
+        "class_name": class_name,
+        "config": config,
+        "registered_name": f"keras_softmoe>{class_name}",
+    }
+
+
+def _layer(name):
+    policy = keras.dtype_policies.serialize(keras.DTypePolicy("float32"))
+    return {"name": name, "trainable": True, "dtype": policy}
 
 
 def preset_name(family, sizes, model, *marks, image_size=IMAGE_SIZE):

@@ -38,8 +38,7 @@ class Checkpoint(collections.abc.Mapping):
     Attributes:
         shapes: dict from name to shape, known without reading the arrays.
         dtypes: dict from name to dtype.
-        settings: dict of arguments of a backbone that follow from the format or a file
-            beside it, and not from the parameters.
+        settings: dict of a backbone's arguments that follow from the format or a file.
 
     Examples:
         >>> checkpoint = ksm.converters.read_checkpoint("vmoe_tiny/ckpt")
@@ -88,12 +87,19 @@ class Checkpoint(collections.abc.Mapping):
         return f"<Checkpoint of {len(self)} arrays, {self.nbytes / 1e6:,.1f} MB>"
 
 
+def without_repetition(pairs):
+    """Return a dict of pairs of a name and content; raise if a name comes twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs) or not all(isinstance(key, str) for key in found):
+        raise ValueError("a name comes twice, or is no text")
+    return found
+
+
 @contextlib.contextmanager
 def open_file(path, kind):
     """Open a file on this machine, and yield it and its size.
 
-    `kind` is a noun, such as "an .npz file". An error in the scope becomes a
-    `CheckpointError` that names the file.
+    `kind` is a noun, such as "an .npz file", for the `CheckpointError` of any error.
     """
     try:
         # Reading a pipe or a device could block forever.

@@ -110,10 +110,10 @@ class _Stack:
     def read(self, index):
         """Return the part of a block. The last call releases the array."""
         array = self._array.read() if self._read is None else self._read
+        self._read = array
         self._taken.add(index)
-        is_last = len(self._taken) == len(array)
-        self._read = None if is_last else array
-        if is_last:
+        if len(self._taken) == len(array):
+            self._read = None
             self._taken.clear()
         return array[index]
 
@@ -129,12 +129,10 @@ def _members(path):
             raise ValueError("it holds a name twice")
         for info in infos:
             with archive.open(info) as member:
-                version = np.lib.format.read_magic(member)
-                if version == (1, 0):
-                    header = np.lib.format.read_array_header_1_0(member)
-                else:
-                    header = np.lib.format.read_array_header_2_0(member)
-                (shape, _, dtype), offset = header, member.tell()
+                read = np.lib.format.read_array_header_2_0
+                if np.lib.format.read_magic(member) == (1, 0):
+                    read = np.lib.format.read_array_header_1_0
+                (shape, _, dtype), offset = read(member), member.tell()
             nbytes = int(np.prod(shape, dtype=object)) * dtype.itemsize
             if dtype.hasobject or offset + nbytes != info.file_size:
                 raise ValueError(

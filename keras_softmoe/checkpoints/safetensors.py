@@ -14,6 +14,7 @@ from keras_softmoe.checkpoints.checkpoint import (
     CheckpointError,
     LazyArray,
     open_file,
+    without_repetition,
 )
 from keras_softmoe.checkpoints.translation import (
     CLASS_TOKEN,
@@ -29,6 +30,7 @@ from keras_softmoe.checkpoints.translation import (
 )
 from keras_softmoe.checks import is_whole_number
 
+_open = functools.partial(open_file, kind="a safetensors file")
 # A thousand arrays need about a tenth of it.
 _MAX_HEADER = 1 << 20
 _MAX_AXES = 8
@@ -49,7 +51,7 @@ def read_safetensors(path):
         length = int.from_bytes(file.read(_LENGTH), "little")
         if not 2 <= length <= min(size - _LENGTH, _MAX_HEADER):
             raise ValueError(f"a header of {length} bytes in {size}")
-        header = json.loads(file.read(length), object_pairs_hook=_unique)
+        header = json.loads(file.read(length), object_pairs_hook=without_repetition)
         if not isinstance(header, dict):
             raise ValueError("its header is no JSON object")
         header.pop("__metadata__", None)
@@ -69,17 +71,6 @@ def read_safetensors(path):
     return Checkpoint(arrays)
 
 
-def _open(path):
-    return open_file(path, "a safetensors file")
-
-
-def _unique(pairs):
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a name comes twice")
-    return found
-
-
 def _checked_entry(name, entry):
     """Return shape, dtype, first byte and the byte after the last one of an array."""
     name = repr(name[:80])
@@ -90,12 +81,9 @@ def _checked_entry(name, entry):
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise ValueError(f"{name} is of dtype {str(dtype)[:20]}")
     dtype = _DTYPES[dtype]
-    for numbers, most in ((shape, _MAX_AXES), (offsets, 2)):
-        if (
-            not isinstance(numbers, list)
-            or len(numbers) > most
-            or not all(is_whole_number(number, 0) for number in numbers)
-        ):
+    for sizes, most in ((shape, _MAX_AXES), (offsets, 2)):
+        is_short = isinstance(sizes, list) and len(sizes) <= most
+        if not is_short or not all(is_whole_number(size, 0) for size in sizes):
             raise ValueError(f"{name} has no shape or no place")
     nbytes = math.prod(shape) * dtype.itemsize
     if len(offsets) != 2 or offsets[1] - offsets[0] != nbytes:
@@ -255,8 +243,7 @@ def read_torch_names(
 ):
     """Return the parameters of a PyTorch Vision Transformer under V-MoE's names.
 
-    `about` is the content of the `config.json` beside the file, and `num_heads` is used
-    if neither that nor the width determines it.
+    `about` is the content of `config.json`; `num_heads` is used where that lacks it.
     """
     about = about or {}
     if isinstance(nested := about.get("vision_config"), dict):

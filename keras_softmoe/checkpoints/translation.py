@@ -3,8 +3,7 @@
 A rule is a pattern for the whole original name, V-MoE's name (a template with the
 groups of the pattern), and a function that changes the layout of the array. The
 functions here do that on reading, and return dicts, as an array may contain several:
-`{}` in the template is replaced by the key. An array with `None` for a name is not used
-by an image model and is left out.
+`{}` in the template is replaced by the key. An array without a name is left out.
 """
 
 import functools
@@ -193,9 +192,8 @@ def _heads(width, num_heads):
 def place_tokens(arrays, covered, num_patches=None):
     """Convert tokens and positions to the layout of this library's models.
 
-    That is a class token with a position, then registers without. `covered` are the
-    possible numbers of tokens that have positions; `num_patches`, or else that patches
-    form a square, decides between several.
+    That is a class token with a position, then registers without. `covered` are numbers
+    of tokens with positions, between which `num_patches` (or a square) decides.
     """
     arrays = dict(arrays)
     extra = [arrays.pop(DISTILLATION_TOKEN, None), arrays.pop(REGISTERS, None)]
@@ -226,8 +224,7 @@ def place_tokens(arrays, covered, num_patches=None):
             first = int(has_class_token)
             if covers > first:
                 tokens = np.array(tokens, dtype="float32")
-                of_tokens = positions.read()[:, first:covers]
-                tokens[:, : covers - first] += of_tokens
+                tokens[:, : covers - first] += positions.read()[:, first:covers]
             return tokens
 
         shape = (1, count, extra[0].shape[2])

@@ -14,7 +14,8 @@ import ml_dtypes
 import msgpack
 import numpy as np
 
-from keras_softmoe.checkpoints.checkpoint import Checkpoint, LazyArray, open_file
+from keras_softmoe.checkpoints import checkpoint as base
+from keras_softmoe.checkpoints.checkpoint import Checkpoint, LazyArray
 from keras_softmoe.checks import is_whole_number
 
 # Limits far above the needs of a checkpoint (the index of 15 B parameters takes under a
@@ -45,6 +46,13 @@ _DTYPES = {name: np.dtype(name) for name in _NAMES}
 _DTYPES["bfloat16"] = np.dtype(ml_dtypes.bfloat16)
 
 
+_open = functools.partial(
+    base.open_file,
+    kind="a part of a V-MoE checkpoint, which is PREFIX.index and all of "
+    "PREFIX.data-00000-of-... in one place",
+)
+
+
 class _Entry(NamedTuple):
     """Entry of the index for one array."""
 
@@ -59,8 +67,8 @@ class _Entry(NamedTuple):
 def read_sharded(prefix):
     """Open a checkpoint in V-MoE's sharded format (version 20220622).
 
-    Every array of the index must exist completely, once, and with its dtype. The memory
-    for a hostile file is bounded by a multiple of the file.
+    Every array of the index must exist completely, once, with its dtype. Memory is
+    bounded by a multiple of the file.
     """
     prefix = os.fspath(prefix)
     entries, shard_count = read_index(prefix)
@@ -142,8 +150,7 @@ def _entry(path, leaf, shard_count):
     """Return the `_Entry` of a leaf, whose slices must fill the array exactly."""
     name = "/".join(path)
     about, boxes, shards = _unpack(_inside(leaf, _INDEX_ENTRY))
-    # The third is whether JAX may change the dtype in an operation, the fourth names
-    # of axes.
+    # Third is whether JAX may change the dtype in operations, fourth names of axes.
     shape, dtype, _, axes = _unpack(about)
     shape = tuple(shape)
     sizes = len(shape) <= _MAX_AXES and all(is_whole_number(n, 0) for n in shape)
@@ -249,14 +256,6 @@ def _read_array(entry, places):
     return array
 
 
-def _open(path):
-    return open_file(
-        path,
-        "a part of a V-MoE checkpoint, which is PREFIX.index and all of "
-        "PREFIX.data-00000-of-... in one place",
-    )
-
-
 def _unpacker(file):
     """Return an `Unpacker` for values that are no arrays or maps."""
     return msgpack.Unpacker(
@@ -273,18 +272,11 @@ def _unpack(data):
     """Return a packed object."""
     return msgpack.unpackb(
         data,
-        object_pairs_hook=_unique,
+        object_pairs_hook=base.without_repetition,
         max_str_len=_MAX_NAME,
         max_array_len=MAX_SLICES,
         max_map_len=_MAX_NAMES,
     )
-
-
-def _unique(pairs):
-    found = dict(pairs)
-    if len(found) < len(pairs) or not all(isinstance(key, str) for key in found):
-        raise ValueError("a name comes twice, or is no text")
-    return found
 
 
 def _inside(value, code):

@@ -1,7 +1,6 @@
 """Images that need no network, TensorFlow Datasets, and vocabularies.
 
-Images are uint8 of shape (images, height, width, 3), 0 to 255, labels int32. Optional
-packages are imported when a function needs them.
+Images are uint8 of shape (images, height, width, 3), 0 to 255, labels int32.
 """
 
 from keras_softmoe.datasets.samples import (

@@ -45,8 +45,7 @@ def sample(name: str, num_images: int | None = None) -> Sample:
     - `"shapes"`: 256 scenes of one to three colored shapes, with captions that mention
       all or a part: "two green rings", "the square is over the blue heart". Classes
       are the 64 combinations of color and shape; the label of a pair is its first one.
-    - `"new_shapes"`: 256 scenes in the 16 combinations that no training scene and no
-      training caption had.
+    - `"new_shapes"`: 256 scenes in the 16 combinations that were in no training pair.
 
     Args:
         name: str, one of the above.
@@ -86,8 +85,7 @@ def digits(
 
     Args:
         image_size: int, side of the images in pixels, at least 8.
-        split: `"all"`, or one of two disjoint halves, `"train"` (901 images) and
-            `"test"` (896 images).
+        split: `"all"`, or a half: `"train"` (901 images) or `"test"` (896 images).
         seed: int, chooses the halves.
 
     Returns:

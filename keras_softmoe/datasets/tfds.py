@@ -57,8 +57,7 @@ def from_tfds(
     )
     if not isinstance(split, str | list | tuple) or not split:
         raise ValueError(
-            "`split` must be a string such as 'train[:90%]', or a list of them. "
-            f"Received: split={split!r}."
+            f"`split` must be a str ('train[:90%]'), or a list. Received: {split=}."
         )
     try:
         import tensorflow as tf

@@ -2,9 +2,8 @@
 
 The examples of this module start with:
 
-    >>> classifier = ksm.models.ViTMoEImageClassifier.from_preset(
-    ...     "soft_moe_tiny_patch4_16e_32_glyphs"
-    ... )
+    >>> name = "soft_moe_tiny_patch4_16e_32_glyphs"
+    >>> classifier = ksm.models.ViTMoEImageClassifier.from_preset(name)
     >>> images, labels, *_ = ksm.datasets.sample("glyphs", 8)
 """
 

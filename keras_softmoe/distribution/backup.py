@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import warnings
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import h5py
 import keras
@@ -28,20 +28,18 @@ _PREFIX = f".{FILE}."
 class Backup(keras.callbacks.Callback):
     """Callback that saves the state of `fit` to resume it after an interruption.
 
-    Start the same program again, with the same arguments of `fit`: it skips the
-    completed batches of the data without computing, and resumes with the same losses as
-    without an interruption. Saved are all variables of the model, its optimizer and its
-    metrics, and for a single process the global random generators, but not the state of
-    other callbacks. Variables may be sharded, also over other devices when training
-    resumes. Several processes must share the directory.
+    Start the same program again, with the same arguments of `fit`: it skips completed
+    batches without computing, and resumes with the same losses as if never interrupted.
+    Saved are all variables of model, optimizer and metrics, and for a single process
+    the random generators, but no other callbacks. Variables may be sharded, later over
+    other devices. Several processes must share the directory.
 
     The data must have the same order after a restart: shuffle with a seed, with
     `reshuffle_each_iteration=False`, since each epoch begins the data again.
 
     Args:
         directory: str or path, for this backup only.
-        every: int, the number of batches between backups. `None`: only at the end of
-            each epoch, which always has one.
+        every: int, batches between backups. `None`: only at the end of each epoch.
         one_stream: bool, whether all epochs draw from one endless stream, with
             `steps_per_epoch`. Not supported on PyTorch.
         delete: bool, whether the backup is removed at the end of training.
@@ -82,8 +80,7 @@ class Backup(keras.callbacks.Callback):
     def _start(self, epoch=0, batches=0):
         # Completed batches of this epoch, and how many of them are not saved
         self._epoch, self._batches, self._unsaved = epoch, batches, 0
-        # Batches of earlier epochs to draw, and whether the first epoch of this `fit`
-        # was interrupted
+        # Batches of earlier epochs to draw; whether this `fit` resumes within an epoch
         self._earlier, self._is_resumed = 0, False
         # Metrics in the backup, and the logs of skipped batches
         self._metrics, self._logs = None, {}
@@ -142,8 +139,7 @@ class Backup(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         if batch < self._batches:
             if batch + 1 == self._batches and self._saved_generators is not None:
-                # Skipped steps have drawn nothing. (The data have, so Python's and
-                # NumPy's generators have advanced.)
+                # Skipped steps have drawn nothing. (Data have, from other generators.)
                 set_backend_states(self._saved_generators[1])
                 self._saved_generators = None
             return
@@ -259,9 +255,8 @@ class Backup(keras.callbacks.Callback):
             pairs = zip(expected, found, strict=False)
             first = next((f"; {a}, for {b}" for a, b in pairs if a != b), "")
             raise ValueError(
-                f"The backup in '{self.path}' is of another {kind}. Received: "
-                f"{len(expected)} variables, for {len(found)}{first}. Remove it to "
-                "start from the beginning."
+                f"The backup in '{self.path}' is of another {kind}: remove it to start "
+                f"anew. Received: {len(expected)} variables, for {len(found)}{first}."
             )
         for variable, dataset in zip(variables, datasets, strict=True):
             # The state of the optimizer would belong to other variables.
@@ -302,26 +297,11 @@ def _draw(iterator, count):
     return first
 
 
-class BackupFile(NamedTuple):
-    """Content of the file of a backup.
-
-    `done` has completed epochs and completed batches of the next one, `datasets` lists
-    of `h5py.Dataset` by kind, `generators` the states at the start of the epoch and
-    now.
-    """
-
-    done: tuple
-    optimizer: str
-    datasets: dict
-    generators: tuple
-
-
 def _variables_of(model):
     """Return the variables of a backup, a dict of lists by kind."""
-    optimizer = model.optimizer.variables if model.optimizer is not None else []
     return {
         "model": model.variables,
-        "optimizer": optimizer,
+        "optimizer": model.optimizer.variables if model.optimizer is not None else [],
         "metrics": model.metrics_variables,
     }
 
@@ -349,7 +329,11 @@ def _read(dataset):
 
 @contextlib.contextmanager
 def open_backup(path):
-    """Yield the `BackupFile` of a path; raise if it is damaged or not a backup."""
+    """Yield the content of a backup; raise if it is damaged or not a backup.
+
+    `done` has completed epochs, and completed batches of the next one, `datasets` lists
+    of `h5py.Dataset` by kind, `generators` the states at the epoch's start and now.
+    """
     with contextlib.ExitStack() as stack:
         try:
             file = stack.enter_context(h5py.File(path))
@@ -361,17 +345,19 @@ def open_backup(path):
             for dataset in sum(datasets.values(), start=[]):
                 if not {"dtype", "path", "trainable"} <= set(dataset.attrs):
                     raise KeyError(f"{dataset.name} has not all attributes")
-            generators = tuple(
-                {n: np.asarray(s) for n, s in file[f"generators/{when}"].items()}
-                for when in ("epoch", "now")
+            backup = SimpleNamespace(
+                done=(epoch, batches),
+                optimizer=str(file.attrs["optimizer"]),
+                datasets=datasets,
+                generators=tuple(
+                    {n: np.asarray(s) for n, s in file[f"generators/{when}"].items()}
+                    for when in ("epoch", "now")
+                ),
             )
-            optimizer = str(file.attrs["optimizer"])
-            backup = BackupFile((epoch, batches), optimizer, datasets, generators)
         except (OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise ValueError(
                 f"The backup in '{path}' cannot be read: it is damaged, or not a file "
-                "of this callback. Remove it to start from the beginning. Received: "
-                f"{error}"
+                f"of this callback. Remove it to start anew. Received: {error}"
             ) from error
         yield backup
 

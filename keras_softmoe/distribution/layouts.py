@@ -120,8 +120,7 @@ def layout_map(
     Args:
         device_mesh: `keras.distribution.DeviceMesh` with an axis `"batch"`, which also
             shards the experts, or with `"batch"` and `"expert"`.
-        shard_dense: bool, whether the kernels of the dense part are sharded too, along
-            the width of a token by the axis `"batch"`.
+        shard_dense: bool, as in `expert_parallel`.
         layouts: optional dict from a regular expression for whole paths to a tuple of
             axes of the mesh: rules that are added, or replace those with the same key.
 

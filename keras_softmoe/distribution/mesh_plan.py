@@ -23,21 +23,14 @@ class Transfer(NamedTuple):
     # Number of devices that take part in it
     over: int
 
-    @property
-    def sent(self):
-        """Int, bytes sent by a device in a step, if the devices form a ring."""
-        passes = 2 if self.operation == "all-reduce" else 1
-        return passes * self.times * self.bytes * (self.over - 1) // self.over
-
 
 class MeshPlan(NamedTuple):
     """Memory and communication on a mesh, in bytes on one device.
 
     Attributes:
         shape: `(batch, experts)`, the `mesh_shape` of `expert_parallel`. The batch is
-            sharded over all devices, experts over the second axis. `(1, n)` denotes
-            the papers' placement, one axis for both (no `mesh_shape`), and `(n, 1)`
-            `data_parallel`.
+            sharded over all devices, experts over the second axis. `(1, n)` is the
+            papers' placement (no `mesh_shape`), and `(n, 1)` `data_parallel`.
         weights, moments, gradients, activations: int.
         transfers: tuple of `Transfer`, all of a training step.
         max_batch_size: int, the largest global batch that fits, 0 if none does.
@@ -62,11 +55,6 @@ class MeshPlan(NamedTuple):
         return sum(transfer.times * transfer.bytes for transfer in self.transfers)
 
     @property
-    def sent(self):
-        """Int, bytes sent by a device in a step, if the devices form rings."""
-        return sum(transfer.sent for transfer in self.transfers)
-
-    @property
     def label(self):
         """Str, name of the mesh in the table."""
         batch, experts = self.shape
@@ -80,14 +68,12 @@ class Plan(NamedTuple):
 
     Attributes:
         name: str, of the model.
-        parameters: int, numbers in all weights.
-        expert_parameters: int, those in kernels and biases of experts.
+        parameters, expert_parameters: int, numbers in all weights, and in experts'.
         devices: int, number of devices.
         memory: float, bytes of each.
         batch_size: int, images (or pairs) of a step, on all devices together.
         optimizer: str, its name and the number of values it keeps for each weight.
-        meshes: tuple of `MeshPlan`, all possible ones, starting with the most replicas
-            of the experts.
+        meshes: tuple of `MeshPlan`, those with the most replicas of experts first.
     """
 
     name: str
@@ -132,28 +118,22 @@ def plan(
 ) -> Plan:
     """Plan the training of a model on some devices: memory and communication.
 
-    Nothing is built: all numbers follow from the configuration, for `expert_parallel`
-    on each possible mesh and for `data_parallel`. Weights and moments are exact;
-    activations without rematerialization are an estimate (from 7 % less to 37 % more
-    than XLA keeps on a CPU, in float32).
+    All numbers follow from the configuration, for `expert_parallel` on each possible
+    mesh and for `data_parallel`. Weights and moments are exact, activations estimated
+    (from 7 % less to 37 % more than XLA keeps on a CPU, in float32).
 
     Args:
-        preset: name or directory of a preset (its backbone is counted), backbone, task,
-            or dict of arguments of a backbone, as in `evaluation.cost`.
+        preset: name of a preset, model or dict of arguments, as in `evaluation.cost`.
         devices: int, number of devices.
         memory: float, bytes of memory of each device.
-        batch_size: int, images (or pairs) of a step on all devices together. Defaults
-            to one group on each device, the smallest batch.
-        optimizer: str or `keras.optimizers.Optimizer` that keeps whole copies of the
-            weights, such as Adam, SGD or Lion.
+        batch_size: int, images (or pairs) of a step on all devices, default one group.
+        optimizer: str or optimizer that keeps whole copies of weights: Adam, SGD, Lion.
         num_classes: int or `None`, classes of an additional head.
         shard_dense: bool, as in `expert_parallel`.
-        **changes: arguments of the backbone to change and settings of its routers, as
-            in `from_preset`, for example `dtype="mixed_bfloat16"`.
+        **changes: as in `from_preset`, for example `dtype="mixed_bfloat16"`.
 
     Raises:
-        ValueError: if the model cannot be counted, or the batch is not a whole number
-            of groups on each device.
+        ValueError: if a model cannot be counted, or a batch has no equal groups.
 
     Source: the placement: V-MoE, figure 1; Soft MoE, section 2.3.
 
@@ -167,8 +147,7 @@ def plan(
     copies, name = optimizer_copies(optimizer)
     model = model_size(preset, num_classes, **changes)
     smallest = devices * model.group_images
-    if batch_size is None:
-        batch_size = smallest
+    batch_size = smallest if batch_size is None else batch_size
     check_whole_numbers(1, batch_size=batch_size)
     if batch_size % smallest:
         raise ValueError(
@@ -182,7 +161,6 @@ def plan(
     shapes = [(devices // n, n) for n in range(1, shared + 1) if shared % n == 0]
     if shard_dense:
         shapes = [s for s in shapes if model.hidden_dim % _dense_shards(s) == 0]
-    arguments = copies, groups, memory, shard_dense
     return Plan(
         name=model.name,
         parameters=model.parameters,
@@ -191,7 +169,9 @@ def plan(
         memory=memory,
         batch_size=batch_size,
         optimizer=name,
-        meshes=tuple(_mesh_plan(model, shape, *arguments) for shape in shapes),
+        meshes=tuple(
+            _mesh_plan(model, s, copies, groups, memory, shard_dense) for s in shapes
+        ),
     )
 
 

@@ -15,7 +15,7 @@ from keras_softmoe.distribution.layouts import (
     PlacementError,
     layout_map,
 )
-from keras_softmoe.keras_adapter import distributions
+from keras_softmoe.keras_adapter import data
 from keras_softmoe.sharding.constraints import num_shards
 from keras_softmoe.sharding.variables import process_index
 
@@ -54,8 +54,7 @@ def expert_parallel(
         mesh_shape: `None`, or `(batch, experts)`: a mesh in which the experts are
             sharded over `experts` devices, neighbours in `devices`, and replicated
             `batch` times. The batch is sharded over all of them.
-        devices: sequence of str, for example `["cpu:0", "cpu:1"]`. Defaults to
-            `keras.distribution.list_devices()`.
+        devices: sequence of str (`["cpu:0", ...]`), by default all devices.
         shard_dense: bool, whether the kernels of attention, dense MLPs and embeddings
             are sharded as well, along the width of a token by the batch axis.
         layouts: optional dict of rules, see `layout_map`.
@@ -73,9 +72,7 @@ def expert_parallel(
     on distributed training; GShard (Lepikhin et al. 2020), section 3.
 
     Examples:
-        >>> distribution = ksm.distribution.expert_parallel()
-        >>> name = "soft_moe_tiny_patch4_16e_32_glyphs"
-        >>> with distribution.scope():
+        >>> with ksm.distribution.expert_parallel().scope():
         ...     model = ksm.models.ViTMoEBackbone.from_preset(name)
         ...     print(ksm.distribution.audit(model))
     """
@@ -105,7 +102,7 @@ def data_parallel(
     several processes share each batch evenly.
 
     Args:
-        devices: sequence of str. Defaults to `keras.distribution.list_devices()`.
+        devices: see `expert_parallel`.
         auto_shard_dataset: see `expert_parallel`.
 
     Raises:
@@ -113,9 +110,7 @@ def data_parallel(
 
     Examples:
         >>> with ksm.distribution.data_parallel().scope():
-        ...     model = ksm.models.ViTMoEBackbone.from_preset(
-        ...         "vit_tiny_patch4_32_glyphs"
-        ...     )
+        ...     model = ksm.models.ViTMoEBackbone.from_preset(name)
     """
     _check_backend("Training replicas through `keras.distribution`")
     devices = _check_devices(devices)
@@ -129,21 +124,21 @@ def data_parallel(
 class EachBatch:
     """Mixin of distributions that choose the layout of each batch by its size.
 
-    A batch is sharded over the devices if they divide its rows, and replicated
-    otherwise. Several processes share the batches of a `tf.data.Dataset`, unless
-    `auto_shard_dataset=False`: then each has its own rows.
+    A batch is sharded if the devices divide its rows, and replicated otherwise. Several
+    processes share batches of a `tf.data.Dataset`, unless `auto_shard_dataset=False`.
     """
 
     # The axes of the mesh that shard a batch.
     batch_axes: str | tuple
+
+    is_asked_for_each_batch = True
 
     # The number of rows of the next batch, if every process feeds all of them.
     _replicated_rows = None
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        distributions.lay_out_each_batch(_layout_of_batch)
-        distributions.share_datasets(_share_of_process)
+        data.ask_for_each_batch()
 
     @property
     def num_devices(self):
@@ -205,17 +200,6 @@ class SharedDataset:
     def __getattr__(self, name):
         # Cardinality and element specification of the whole dataset.
         return getattr(self._dataset, name)
-
-
-def _layout_of_batch(shape):
-    distribution = keras.distribution.distribution()
-    is_ours = isinstance(distribution, EachBatch)
-    return distribution.get_data_layout(shape) if is_ours else None
-
-
-def _share_of_process(dataset, distribution):
-    is_ours = isinstance(distribution, EachBatch)
-    return distribution.distribute_dataset(dataset) if is_ours else None
 
 
 # === Distributions ===
@@ -317,8 +301,7 @@ class ReplicaParallel(EachBatch, keras.distribution.DataParallel):
     batch_axes = BATCH_AXIS
 
     def get_tensor_layout(self, path):
-        # Slots have this layout anyway. `MoE` uses it to warn if groups do not divide
-        # among the devices.
+        # Slots have this layout anyway. `MoE` uses it to warn of groups that are split.
         if path.endswith("/slots_of_groups"):
             return self._layout([self.batch_axes, None, None, None], self.device_mesh)
         return super().get_tensor_layout(path)
@@ -354,7 +337,7 @@ def _check_backend(feature, also_torch=False):
     backend = keras.backend.backend()
     if backend == "jax":
         return
-    if backend == "torch" and also_torch and distributions.backend_distributes():
+    if backend == "torch" and also_torch and data.backend_distributes():
         import torch.distributed as dist
 
         if not (dist.is_available() and dist.is_initialized()):
@@ -368,7 +351,7 @@ def _check_backend(feature, also_torch=False):
     if backend == "torch" and also_torch:
         needed += ", or on PyTorch Keras 3.16"
     why = "would silently run on one device"
-    if backend == "torch" and distributions.backend_distributes():
+    if backend == "torch" and data.backend_distributes():
         why = "does it in another way, which is not supported"
     raise NotImplementedError(
         f"{feature} needs {needed}: Keras {keras.__version__} on {backend!r} {why}. "

@@ -10,7 +10,7 @@ from keras_softmoe.architecture.counting import itemsize
 from keras_softmoe.checks import received, table
 from keras_softmoe.distribution import layouts
 from keras_softmoe.distribution.layouts import PlacementError
-from keras_softmoe.keras_adapter.distributions import layout_map_of
+from keras_softmoe.keras_adapter.data import layout_map_of
 from keras_softmoe.keras_adapter.layers import flatten_layers, is_initialized
 from keras_softmoe.layers import Experts
 from keras_softmoe.layers.template_experts import TemplateExperts
@@ -61,11 +61,6 @@ class Audit(NamedTuple):
         return sum(row.bytes_per_device for row in self.rows)
 
     @property
-    def expert_bytes_per_device(self):
-        """Int, bytes of the experts on one device."""
-        return sum(row.bytes_per_device for row in self.rows if row.is_expert)
-
-    @property
     def total_bytes(self):
         """Int, bytes of one copy of all variables."""
         return sum(row.total_bytes for row in self.rows)
@@ -75,10 +70,9 @@ class Audit(NamedTuple):
         for row in self.rows:
             shape = " x ".join(map(str, row.shape)) or "-"
             sizes = f"{row.bytes_per_device:,}", f"{row.total_bytes:,}"
-            names = [
-                "+".join(a) if isinstance(a, tuple) else a or "-" for a in row.axes
-            ]
-            layout = ", ".join(names) if any(row.axes) else "replicated"
+            names = ("+".join(a) if isinstance(a, tuple) else a for a in row.axes)
+            names = ", ".join(name or "-" for name in names)
+            layout = names if any(row.axes) else "replicated"
             lines.append((row.path, shape, layout, *sizes))
         sums = f"{self.bytes_per_device:,}", f"{self.total_bytes:,}"
         head, *rows, last = table([*lines, ("sum", "", "", *sums)], left=3).split("\n")
@@ -114,7 +108,6 @@ def audit(
         ValueError: if no distribution is given or active, or the model is not built.
 
     Examples:
-        >>> name = "soft_moe_tiny_patch4_16e_32_glyphs"
         >>> with ksm.distribution.expert_parallel(devices=["cpu:0"]).scope():
         ...     model = ksm.models.ViTMoEBackbone.from_preset(name)
         ...     print(ksm.distribution.audit(model))

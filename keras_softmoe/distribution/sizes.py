@@ -162,8 +162,7 @@ def _bytes_of_experts(found, router, tokens, slots, compute):
     """Return the bytes that the experts of a block keep, and their router."""
     mlp_dim = found.expert_mlp_dim or found.mlp_dim
     mixes, is_half = router.mixes_tokens, compute != _FLOAT32
-    # The logits, scores and probabilities of a sparse router; logits and weights of a
-    # soft one
+    # Logits, scores and probabilities of a sparse router; logits and weights of a soft
     logits = tokens * (slots if mixes else router.num_experts)
     total = 3 * _FLOAT32 * logits * (not isinstance(router, IdentityRouter))
     # Inputs and outputs of the experts; recomputed: only what follows dropout

@@ -2,13 +2,11 @@
 
 Names that the examples of this module use:
 
-    >>> sparse = ksm.models.ViTMoEImageClassifier.from_preset(
-    ...     "vmoe_tiny_patch4_16e_32_glyphs"
-    ... )
+    >>> name = "vmoe_tiny_patch4_16e_32_glyphs"
+    >>> sparse = ksm.models.ViTMoEImageClassifier.from_preset(name)
     >>> images, labels, *_ = ksm.datasets.sample("glyphs", 8)
-    >>> limoe = ksm.models.LIMoEContrastive.from_preset(
-    ...     "limoe_tiny_patch4_8e_32_shapes"
-    ... )
+    >>> name = "limoe_tiny_patch4_8e_32_shapes"
+    >>> limoe = ksm.models.LIMoEContrastive.from_preset(name)
     >>> scenes, _, _, captions = ksm.datasets.sample("shapes", 8)
 """
 

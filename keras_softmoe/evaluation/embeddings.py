@@ -17,8 +17,7 @@ class Retrieval(NamedTuple):
     Attributes:
         image_to_text: dict from `k` to the share of images, from 0 to 1, for which one
             of their captions is among the `k` captions most similar to them.
-        text_to_image: dict from `k` to the share of captions whose image is among the
-            `k` images most similar to them.
+        text_to_image: dict from `k` to the same share of captions.
     """
 
     image_to_text: dict
@@ -34,17 +33,15 @@ def retrieval(
 ) -> Retrieval:
     """Compute recall@k of images among captions and of captions among images.
 
-    Similarities are dot products in float64. Ties are broken at random, in expectation:
-    if `b` wrong candidates are more similar than the right one and `t` equally similar,
-    a query counts `(k - b) / (t + 1)`, clipped to [0, 1]. Similarities within their
-    rounding errors are tied.
+    Similarities are dot products in float64. Ties (within rounding errors) are broken
+    at random, in expectation: if `b` wrong candidates are more similar than the right
+    one and `t` equally similar, a query counts `(k - b) / (t + 1)`, clipped to [0, 1].
 
     Args:
         image_embeddings: `(N, D)` float array or tensor, two images or more.
         text_embeddings: `(M, D)` float array or tensor.
-        image_of_caption: `(M,)` ints in `[0, N)`, the image of each caption; every
-            image has one or more. `None`: all images have the same number, and the
-            captions of an image follow each other.
+        image_of_caption: `(M,)` ints in `[0, N)`, the image of each caption. `None`:
+            all images have the same number of captions, which follow each other.
         ks: distinct positive ints.
         chunk_size: int, rows and columns of a block.
 
@@ -185,8 +182,7 @@ class ZeroShot(NamedTuple):
         predictions: `(N,)` int64 array, the class of the highest score, or the first.
         scores: `(N, C)` float32 array, cosines of images and classes.
         accuracy: float, the share of right predictions. `None` without labels.
-        class_accuracy: `(C,)` float64 array, the same for the images of each class;
-            NaN for a class without images. `None` without labels.
+        class_accuracy: `(C,)` float64 array, the same for each class, NaN without any.
     """
 
     predictions: np.ndarray
@@ -206,23 +202,20 @@ def zero_shot(
 ) -> ZeroShot:
     """Classify images by the names of the classes.
 
-    The embedding of a class is the mean over templates ("a photo of a {}."), at length
-    1.
+    The embedding of a class is the mean over templates, scaled to length 1.
 
     Args:
         model: any object with `encode_image(images, batch_size=..., verbose=...)` and
-            `encode_text(texts)`, both returning `(N, D)` embeddings, such as a
-            `LIMoEContrastive`.
+            `encode_text(texts)` to `(N, D)` embeddings, such as a `LIMoEContrastive`.
         images: `(N, height, width, channels)` array.
         class_names: strings, all different.
-        templates: strings, each with `{}` where the name goes.
+        templates: strings with `{}` where the name goes, such as "a photo of a {}.".
         labels: `(N,)` ints in `[0, C)`, indices of the right names, or `None`.
         batch_size: int, images per forward pass.
         verbose: 1 for the progress of encoding the images, or 0.
 
     Raises:
-        ValueError: if names, templates or labels cannot be used, or the model does not
-            return embeddings.
+        ValueError: if names, templates, labels or the model's embeddings are invalid.
 
     Source: LIMoE, appendix D.2, which follows CLIP (arXiv 2103.00020), section 3.1.4.
 

@@ -1,7 +1,8 @@
 """Few-shot linear probe: ridge regression on frozen features, in closed form.
 
-Unlike the papers' code it computes in float64, and by default it chooses the penalty
-without looking at the test images.
+Unlike the papers' code it computes in float64 (the eigenvalues of a float32
+decomposition are too coarse for the smallest penalties), and by default it chooses the
+penalty without looking at the test images.
 """
 
 import math
@@ -12,7 +13,13 @@ import keras
 import numpy as np
 
 from keras_softmoe import checks
-from keras_softmoe.evaluation import ridge
+
+# The papers' grid, 2^-10 to 2^19.
+L2_GRID = tuple(2.0**exponent for exponent in range(-10, 20))
+# The constant feature is large, so that the penalty leaves the bias nearly free.
+BIAS_FEATURE = 100.0
+# Rows that are scored at a time, so that memory does not grow with the data.
+ROWS = 4096
 
 
 @dataclass(frozen=True)
@@ -24,8 +31,7 @@ class ShotResult:
         mean: float in [0, 1], test accuracy averaged over the support draws.
         std: float, sample standard deviation over the draws, NaN for one draw.
         l2: float, the penalty, shared by all draws.
-        accuracies: tuple of floats, test accuracy of each draw. With the same seeds and
-            data, models can be compared in pairs.
+        accuracies: tuple of floats, test accuracy of each draw, to compare in pairs.
     """
 
     shots: int
@@ -94,27 +100,22 @@ def few_shot_probe(
     and a ridge classifier is fitted to their features and scored on `test`.
 
     Args:
-        backbone: a `keras.Model` that returns `(B, D)` or a dict with `"pooled_output"`
-            of that shape; a task, whose `preprocessor` is used, too; any other
-            callable; or `None`, if the arrays are features (or pixels).
+        backbone: `keras.Model` that returns `(B, D)` or a dict with `"pooled_output"`;
+            a task; any other callable; or `None`, if the arrays are features (pixels).
         train: pair `(x, y)`. `x`: images `(N, H, W, C)`, or features `(N, ...)` if
-            `backbone` is `None`. `y`: int labels `(N,)` in `[0, num_classes)`, every
-            class present.
+            `backbone` is `None`. `y`: int labels `(N,)` of all classes, from 0 on.
         test: pair `(x, y)`, as `train`, with images of the same shape.
         shots: sequence of distinct ints, labelled images per class.
-        seeds: int, number of support draws (seeds 0, 1, ...), or a sequence of
-            distinct non-negative ints.
+        seeds: int, number of support draws (seeds 0, 1, ...), or a sequence of seeds.
         l2: the penalty, a positive float, or how to choose one for each number of
             shots: `"train"`, by the mean accuracy on the images of `train` that were
             not drawn; `"test"`, by the mean test accuracy, as the papers do.
-        preprocessor: callable applied to each batch of images before `backbone`. By
-            default a task's own, else none.
+        preprocessor: callable applied to each batch; by default a task's own, or none.
         batch_size: int, images per forward pass.
         verbose: 0 for silence, 1 for a progress bar, 2 for one line.
 
     Returns:
-        `FewShotResult`: `result[5].mean`, `.std`, `.l2`, `.accuracies` at 5 shots;
-        `print(result)` shows a table.
+        `FewShotResult`: `result[5].mean`, `.std`, `.l2`, `.accuracies`; prints a table.
 
     Source: V-MoE, section 3.4; Soft MoE, section 3.
 
@@ -129,12 +130,11 @@ def few_shot_probe(
         checks.check_whole_numbers(1, seeds=seeds)
         seeds = range(seeds)
     seeds = _integers("seeds", seeds, minimum=0)
-    grid = ridge.L2_GRID
+    grid = L2_GRID
     if not isinstance(l2, str) or l2 not in ("train", "test"):
         if not checks.is_number(l2) or l2 <= 0:
             raise ValueError(
-                "`l2` must be 'train', 'test' or a positive number. Received: "
-                f"l2={l2!r}."
+                f"`l2` must be 'train', 'test' or a positive number. Received: {l2=}."
             )
         grid = (float(l2),)
     model, preprocessor = _model_and_preprocessor(backbone, preprocessor)
@@ -165,8 +165,8 @@ def few_shot_probe(
 
     results = []
     for count in shots:
-        draws = [ridge.sample_support(y_train, count, seed) for seed in seeds]
-        probes = [ridge.ridge_probe(f_train[d], y_train[d], num_classes) for d in draws]
+        draws = [sample_support(y_train, count, seed) for seed in seeds]
+        probes = [ridge_probe(f_train[d], y_train[d], num_classes) for d in draws]
         if l2 == "train":
             rests = [np.delete(np.arange(len(y_train)), d) for d in draws]
             scored = [
@@ -177,12 +177,10 @@ def few_shot_probe(
             scored = [probe.accuracy(f_test, y_test, grid) for probe in probes]
         else:
             scored = [[0.0]]
-        best = ridge.best_l2([np.mean(scored, axis=0)], grid)
-        found = [probe.accuracy(f_test, y_test, [best])[0] for probe in probes]
-        accuracies = np.array(found)
-        std = accuracies.std(ddof=1) if len(seeds) > 1 else math.nan
-        mean, accuracies = float(accuracies.mean()), tuple(accuracies.tolist())
-        results.append(ShotResult(count, mean, float(std), best, accuracies))
+        best = best_l2([np.mean(scored, axis=0)], grid)
+        found = tuple(float(p.accuracy(f_test, y_test, [best])[0]) for p in probes)
+        std = float(np.std(found, ddof=1)) if len(seeds) > 1 else math.nan
+        results.append(ShotResult(count, float(np.mean(found)), std, best, found))
     return FewShotResult(tuple(results), l2 if isinstance(l2, str) else "fixed")
 
 
@@ -244,7 +242,7 @@ def _integers(name, values, minimum):
     whole = all(checks.is_whole_number(value, minimum) for value in found)
     if not found or not whole or len(set(found)) < len(found):
         raise ValueError(
-            f"`{name}` must be distinct integers, each at least {minimum}. "
+            f"`{name}` must be distinct integers, at least {minimum}. "
             f"Received: {name}={values}."
         )
     return tuple(int(value) for value in found)
@@ -312,11 +310,90 @@ def _check_shape(expected, batch):
     if found is None or not isinstance(expected, tuple) or len(expected) != 4:
         return
     pairs = zip(found, expected, strict=True)
-    if len(found) != 4 or any(
-        None not in pair and len(set(pair)) > 1 for pair in pairs
-    ):
+    if len(found) != 4 or any(size not in (None, own) for own, size in pairs):
         raise ValueError(
             f"The model takes images of shape {expected}. Received: batches of shape "
             f"{tuple(found)}. `preprocessor=ksm.models.ViTMoEImageConverter("
             f"{expected[1:3]})` resizes images."
         )
+
+
+# === Ridge classifier ===
+
+
+def sample_support(labels, shots, seed):
+    """Draw the same number of images from every class.
+
+    `labels` are `(N,)` ints; returns `(num_classes * shots,)` indices, class by class.
+    At one seed, the images of fewer shots are among those of more shots.
+    """
+    labels = np.asarray(labels)
+    generator = np.random.default_rng(seed)
+    of_classes = (np.flatnonzero(labels == i) for i in range(labels.max() + 1))
+    return np.concatenate([generator.permutation(x)[:shots] for x in of_classes])
+
+
+def best_l2(accuracies, l2=L2_GRID):
+    """Choose one penalty by mean rank over the rows of `(num_datasets, num_penalties)`.
+
+    Of equal accuracies the larger penalty ranks higher, equal mean ranks go to the
+    smaller one. Source: the few-shot evaluator released with V-MoE.
+    """
+    order = np.argsort(accuracies, axis=-1, kind="stable")
+    ranks = np.argsort(order, axis=-1, kind="stable")
+    return float(l2[int(ranks.mean(axis=0).argmax())])
+
+
+@dataclass(frozen=True)
+class RidgeProbe:
+    """A ridge classifier, solved for every penalty at once. See `ridge_probe`.
+
+    Its `(D + 1, num_classes)` weights at penalty `l2`, the bias last, are
+    `basis / (eigenvalues + l2) @ targets`. All arrays are float64.
+    """
+
+    # (D,) both, (D + 1, R), (R,), (R, num_classes)
+    mean: np.ndarray
+    std: np.ndarray
+    basis: np.ndarray
+    eigenvalues: np.ndarray
+    targets: np.ndarray
+
+    def accuracy(self, features, labels, l2):
+        """Return the top-1 accuracy for each penalty in `l2`, `(len(l2),)` float64."""
+        correct = np.zeros(len(l2))
+        for start in range(0, len(labels), ROWS):
+            rows = slice(start, start + ROWS)
+            projected = _standardise(features[rows], self.mean, self.std) @ self.basis
+            for index, penalty in enumerate(l2):
+                scores = projected / (self.eigenvalues + penalty) @ self.targets
+                correct[index] += np.sum(scores.argmax(axis=-1) == labels[rows])
+        return correct / len(labels)
+
+
+def ridge_probe(features, labels, num_classes):
+    """Fit a ridge classifier to a support set, for all penalties at once.
+
+    The `(N, D)` features are standardised and given a constant feature of 100, targets
+    are +1 for the image's class, else -1. Source: V-MoE, section 3.4 and released code.
+    """
+    features = np.asarray(features, "float64")
+    mean = features.mean(axis=0)
+    std = features.std(axis=0) + 1e-5
+    x = _standardise(features, mean, std)
+    y = 2.0 * (np.asarray(labels)[:, None] == np.arange(num_classes)) - 1.0
+    # The smaller of XᵀX and XXᵀ is decomposed; penalties only rescale eigenvalues.
+    if len(x) >= x.shape[1]:
+        eigenvalues, basis = np.linalg.eigh(x.T @ x)
+        targets = basis.T @ (x.T @ y)
+    else:
+        eigenvalues, vectors = np.linalg.eigh(x @ x.T)
+        basis = x.T @ vectors
+        targets = vectors.T @ y
+    # Rounding can leave the zero eigenvalues slightly negative.
+    return RidgeProbe(mean, std, basis, np.maximum(eigenvalues, 0.0), targets)
+
+
+def _standardise(features, mean, std):
+    x = (np.asarray(features, "float64") - mean) / std
+    return np.concatenate([x, np.full((len(x), 1), BIAS_FEATURE)], axis=1)

@@ -29,8 +29,7 @@ class Cost(NamedTuple):
     Attributes:
         parameters: int, the numbers in its weights.
         gflop_per_image: float, the operations in the matrix products that predict one
-            image, in units of 1e9. A multiply-add counts as two. For a text tower: of
-            one text; for a LIMoE or two towers: of one pair.
+            image (text, or pair), in units of 1e9. A multiply-add counts as two.
         weight_bytes: int, the bytes of its weights under its dtype policy.
     """
 
@@ -52,23 +51,18 @@ def cost(
     routers, products that dispatch and combine, pooling and heads. Elementwise
     functions, sorting, and dispatch that moves rows count nothing.
 
-    In layers of other libraries, and in your own, products count that go through Keras
-    (`keras.ops.matmul`, `einsum`, `dot`, `tensordot`, `dot_product_attention` and
-    convolutions). A text of any length counts with the model's `max_sequence_length`,
-    or 128 tokens.
+    In layers of other libraries, and in your own, products through Keras count
+    (`keras.ops.matmul`, `einsum`, `dot`, `tensordot`, `dot_product_attention`,
+    convolutions). A text of any length has `max_sequence_length` or 128 tokens.
 
     Args:
-        model: the name or directory of a preset (its backbone is counted), a model of
-            this library (without factors of LoRA), a dict of arguments of a backbone,
-            or any built `keras.Model`.
-        num_classes: int or `None`, classes of a head of a `ViTMoEBackbone`. Defaults to
-            those of a classifier, otherwise to no head.
-        **changes: arguments of the backbone to change and settings of its routers, as
-            in `from_preset`.
+        model: name or directory of a preset (its backbone is counted), model of this
+            library (without LoRA), dict of a backbone's arguments, or any built model.
+        num_classes: int, classes of a head, by default those of a classifier or none.
+        **changes: changed arguments of backbone and routers, as in `from_preset`.
 
-    Source: Soft MoE, section 2.3. Parameters of its table 9 are met within 0.15 %,
-    operations within 0.6 %; parameters of V-MoE, table 8, within 0.1 %. Pairs: LIMoE,
-    appendix D.2.
+    Source: Soft MoE, section 2.3 (parameters of its table 9 are met within 0.15 %,
+    operations within 0.6 %); V-MoE, table 8 (within 0.1 %); LIMoE, appendix D.2.
 
     Examples:
         >>> ksm.evaluation.cost("soft_moe_huge_patch14_256e_224", num_classes=29593)
@@ -178,9 +172,7 @@ def described(model, num_classes=None, **changes):
     if routing:
         found = _with_routing(found, routing)
     num_classes = classes if num_classes is None else num_classes
-    if head_dtype is None:
-        head_dtype = found.dtype
-    return Described(found, name, num_classes, head_dtype)
+    return Described(found, name, num_classes, head_dtype or found.dtype)
 
 
 def _read(model, changes):

@@ -72,13 +72,11 @@ def export_model(
         input_signature: `None` for batches of any size; or as in `keras.Model.export`,
             for example `[keras.InputSpec(shape=(8, 32, 32, 3), dtype="float32")]`.
         preprocessing: bool, whether the inputs are pixels from 0 to 255, of the model's
-            size or of that in `input_signature`. The model must have a preprocessor
-            with an image converter, and images as its only input.
+            size or of that in `input_signature`, for its own image converter.
         **kwargs: options of the format, as in `keras.Model.export`.
 
     Raises:
-        ValueError: if the format is unknown, the name of the file does not fit it, or
-            the model cannot be exported in it.
+        ValueError: if a format is unknown, or does not fit the name or the model.
         ImportError: if a package that writes the format is not installed.
         RuntimeError: if the subprocess that writes the file failed.
 
@@ -152,8 +150,7 @@ def _check(model, filepath, format):
             f"installed here: `pip install {' '.join(missing)}`."
         )
     layers = flatten_layers(model)
-    computed = {layer.compute_dtype for layer in layers}
-    half = sorted(computed & {"float16", "bfloat16"})
+    half = sorted({layer.compute_dtype for layer in layers} & {"float16", "bfloat16"})
     if half and not has_half_precision:
         raise ValueError(
             f"A model in the format '{format}' must compute in float32. Received: a "

@@ -46,8 +46,7 @@ def write(model, filepath, format, input_signature, preprocessing, options):
 
 def image_converter(model):
     """Return the image converter of a model, whose only input must be images."""
-    preprocessor = getattr(model, "preprocessor", None)
-    converter = getattr(preprocessor, "image_converter", None)
+    converter = getattr(getattr(model, "preprocessor", None), "image_converter", None)
     if converter is None or not isinstance(model.input, keras.KerasTensor):
         raise ValueError(
             "`preprocessing=True` needs a model with images as its only input and a "
@@ -113,8 +112,7 @@ def _write_torch(model, filepath, input_signature, options):
         **options,
     }
     with exports.sizes_may_be_one():
-        # The weights are constants of the function. Those of a module would be written
-        # twice.
+        # The weights are constants of the function. A module's would be written twice.
         exported = torch.export.export(Module(), examples, **arguments)
     exports.drop_assertions_of_more_than_one(exported.graph_module.graph)
     torch.export.save(exported, filepath)

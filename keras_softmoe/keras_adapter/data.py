@@ -1,4 +1,4 @@
-"""Preprocessed batches of any iterable, as data of `fit`."""
+"""Data of `fit`: preprocessed batches of any iterable, and their distribution."""
 
 import itertools
 import sys
@@ -7,6 +7,7 @@ import keras
 from keras.src.trainers.data_adapters import data_adapter_utils
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
 
 def number_of(batches):
@@ -21,9 +22,8 @@ def number_of(batches):
 class BatchesOf(DataAdapter):
     """Data adapter for preprocessed batches of any iterable.
 
-    An iterator gives one epoch, or several of `steps_per_epoch`. `preprocess` takes a
-    batch and returns a tuple of NumPy arrays. Would be replaced by: `keras.Model.fit`
-    with a public hook for each batch.
+    An iterator gives one epoch, or several of `steps_per_epoch`. `preprocess` maps a
+    batch to a tuple of arrays. Would be replaced by: a hook of `keras.Model.fit`.
     """
 
     def __init__(self, data, preprocess, shuffle):
@@ -111,3 +111,63 @@ class BatchesOf(DataAdapter):
     def on_epoch_end(self):
         if self._py_dataset is not None:
             self._py_dataset.on_epoch_end()
+
+
+# === Distributions of `keras.distribution` ===
+
+
+def backend_distributes():
+    """Return whether Keras distributes tensors on the backend in use.
+
+    Otherwise `keras.distribution` silently does nothing or fails.
+    Would be replaced by: a public `keras.distribution.is_supported()`.
+    """
+    from keras.src.backend import distribution_lib
+
+    # `None` for a backend without it
+    return hasattr(distribution_lib, "distribute_tensor")
+
+
+def layout_map_of(distribution):
+    """Return the rules, or `None`. Would be replaced by: `ModelParallel.layout_map`."""
+    return getattr(distribution, "_layout_map", None)
+
+
+def ask_for_each_batch():
+    """Let distributions choose the layout of each batch and the rows of a process.
+
+    Asked are those with `is_asked_for_each_batch`: `get_data_layout` by the shape of a
+    process' rows, and `distribute_dataset`. Keras asks for the layout of the first
+    batch only, and from version 3.16 on it chooses the rows itself.
+    Would be replaced by: Keras asking all distributions for each batch.
+    """
+    if keras.backend.backend() == "torch":
+        from keras.src.backend.torch import trainer as module
+    else:
+        from keras.src.backend import distribution_lib as module
+
+    distribute = module.distribute_data_input
+    if getattr(distribute, "asks_distributions", False):
+        return
+
+    def is_asked(distribution):
+        return getattr(distribution, "is_asked_for_each_batch", False)
+
+    # On JAX Keras also passes the name of the axis of the batch.
+    def distribute_data_input(per_process_batch, layout, **others):
+        distribution = keras.distribution.distribution()
+        if per_process_batch is not None and is_asked(distribution):
+            layout = distribution.get_data_layout(per_process_batch.shape)
+        return distribute(per_process_batch, layout, **others)
+
+    distribute_data_input.asks_distributions = True
+    module.distribute_data_input = distribute_data_input
+    share = getattr(TFDatasetAdapter, "_distribute_dataset", None)
+
+    def _distribute_dataset(self, dataset, distribution):
+        if is_asked(distribution):
+            return distribution.distribute_dataset(dataset)
+        return share(self, dataset, distribution)
+
+    if share is not None:
+        TFDatasetAdapter._distribute_dataset = _distribute_dataset

@@ -24,8 +24,7 @@ class Layer(keras.layers.Layer):
     argument of the constructor. A file has one flag for a layer with all its parts:
     here it also has the flags of parts that differ. On PyTorch its weights are listed
     as in `torch_modules.Weights`. By default the output has the shape of the input.
-    Would be replaced by: Keras freezing sublayers of a frozen layer as it does weights,
-    and saving the flag of each.
+    Would be replaced by: Keras freezing later sublayers, and saving the flag of each.
     """
 
     # Names of arguments of the constructor, which `get_config` returns
@@ -142,8 +141,7 @@ def only_finds_shapes():
 def is_initialized(variable):
     """Return whether a variable has a value.
 
-    It has none while the first batch builds its model, and on JAX during a step. Then
-    `variable.value` would draw initial values.
+    It has none while the first batch builds its model, and on JAX during a step.
     Would be replaced by: a public `keras.Variable.is_initialized`.
     """
     return variable._value is not None
@@ -189,8 +187,7 @@ _STARTS_AS_ZEROS = contextvars.ContextVar("starts_as_zeros", default=False)
 def zero_initialization(enabled=True):
     """Let new weights start as zeros in this context, because others will be loaded.
 
-    Drawing initial values would need a multiple of their memory, and on JAX seconds of
-    compilation.
+    Drawing initial values would need a multiple of their memory, and compilation.
     Would be replaced by: an option of Keras to build a model without initial values.
     """
     _let_variables_start_as_zeros()
@@ -206,8 +203,7 @@ def without_values():
     """Build layers whose weights have shapes, but no values.
 
     Only shapes can be computed with them, inside of the scope.
-    Would be replaced by: a `keras.StatelessScope(initialize_variables=False)` whose
-    variables no later scope initializes.
+    Would be replaced by: a `keras.StatelessScope` whose variables stay without values.
     """
     from keras.src.backend.common import global_state
 
@@ -265,8 +261,7 @@ def is_quantized_under(filters, layer):
 def changed_by_quantization(layer, mode):
     """Let `quantize` of a built layer, in a mode, replace its weights in this context.
 
-    Until version 3.15 Keras does so around every such method. From 3.16 on a layer with
-    a method of its own has to.
+    Until version 3.15 Keras does so around the method. From 3.16 on the layer has to.
     Would be replaced by: a public hook for the weights in `Layer.quantize`.
     """
     layer._check_quantize_args(mode, layer.compute_dtype)
@@ -308,8 +303,7 @@ class QuantizedByExpert:
 def quick_garbage_collection():
     """Let Keras search new objects only when a variable is removed in this context.
 
-    It collects garbage whenever a layer removes a variable, which takes a second with
-    millions of objects of other libraries.
+    It then collects garbage, which takes a second with millions of other objects.
     Would be replaced by: a single collection after the last layer of a model.
     """
     if gc.get_freeze_count():

@@ -15,9 +15,8 @@ def wrap_compilation(cls, around):
     """Enter a context at the start of each `fit`, `evaluate` or `predict` of a class.
 
     Keras compiles a step once, with the settings of the layers as constants. `around`
-    is a callable `(model, step)`, where `step` is `"train"`, `"test"` or `"predict"`.
-    It returns the context in which the step is made, whose value is whether to make it
-    even if it exists.
+    maps model and step (`"train"`, `"test"` or `"predict"`) to the context in which the
+    step is made, whose value is whether to make it even if it exists.
     Would be replaced by: a method of `keras.Model` called before each run.
     """
     for step in ("train", "test", "predict"):
@@ -264,8 +263,7 @@ def before_compiling_distillers(check):
 class InOnePass:
     """Mixin for an optimizer that on PyTorch updates variables in one pass.
 
-    `update_together(gradients, variables, learning_rate)` returns pairs of gradient and
-    variable that are left to `update_step`.
+    `update_together(gradients, variables, learning_rate)` returns pairs that are left.
     Would be replaced by: a public `Optimizer.update_steps` of all variables.
     """
 

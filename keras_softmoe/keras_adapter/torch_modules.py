@@ -16,8 +16,7 @@ class Weights(torch.nn.Module):
     """The weights of a layer with all its parts, as parameters of a PyTorch module.
 
     They are looked up whenever PyTorch asks, since LoRA, quantization and `build`
-    change them, and their names have no counters. Would be replaced by: Keras
-    registering sublayers as modules, and weights by name.
+    change them. Would be replaced by: Keras registering modules, and weights by name.
     """
 
     def __init__(self, layer):

@@ -18,15 +18,13 @@ class Attention(Layer):
 
     Args:
         num_heads: int, number of heads. Must divide the width.
-        use_qk_norm: bool, whether queries and keys go through a layer normalization
-            (scale only, shared by the heads) before their product.
+        use_qk_norm: bool, whether queries and keys are normalized (scales, no offset).
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Call arguments:
         - `queries`: `(B, Q, D)` float tensor.
         - `tokens`: `(B, S, D)` float tensor.
-        - `tokens_mask`: optional `(B, S)` bool tensor, `False` for tokens that get no
-          attention.
+        - `tokens_mask`: optional `(B, S)` bool tensor, `False` for no attention.
 
     Returns:
         `(B, Q, D)` tensor.
@@ -34,8 +32,7 @@ class Attention(Layer):
     Raises:
         ValueError: if `num_heads` is not a positive integer that divides the width.
 
-    Source: Dosovitskiy et al. 2021, appendix A; the normalization: Dehghani et al.
-    2023 (ViT-22B), section 2.
+    Source: Dosovitskiy et al. 2021, appendix A; Dehghani et al. 2023, section 2 (norm).
     """
 
     config_arguments = ("num_heads", "use_qk_norm")
@@ -124,8 +121,7 @@ def _project(dense, x, *outputs):
 class LayerNormalization(keras.layers.LayerNormalization):
     """Layer normalization, by default with the epsilon of the papers' code.
 
-    Arguments are those of `keras.layers.LayerNormalization`. Maps `(..., D)` to
-    `(..., D)`.
+    Arguments and shapes are those of `keras.layers.LayerNormalization`.
     """
 
     __call__ = Layer.__call__

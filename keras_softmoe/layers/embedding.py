@@ -9,13 +9,9 @@ from numpy.typing import ArrayLike
 
 from keras_softmoe.checks import check_choice, check_whole_numbers, pair
 from keras_softmoe.keras_adapter.layers import Layer
+from keras_softmoe.ops import position
 from keras_softmoe.ops.kernels import patches, reshape
 from keras_softmoe.ops.numbers import Constant
-from keras_softmoe.ops.position import (
-    RESAMPLINGS,
-    resample_position_grid,
-    sincos_2d_table,
-)
 from keras_softmoe.types import Tensor
 
 POSITION_EMBEDDINGS = ("learned", "sincos2d", "none")
@@ -81,20 +77,16 @@ class PatchEmbedding(Layer):
 class PositionEmbedding(Layer):
     """Add to each token an embedding of its position in the image.
 
-    Weights saved for another grid of patches are resampled on loading, so that a model
-    can be used at another resolution.
+    Weights of another grid of patches are resampled on loading, for other resolutions.
 
     Args:
         grid: `(rows, columns)` of patches, or an int for both.
-        kind: `"learned"` (one vector for each token, class token included) or
-            `"sincos2d"` (fixed, for patches only).
-        has_class_token: bool, whether the first token is a class token, whose embedding
-            is not resampled.
+        kind: `"learned"` (for each token) or `"sincos2d"` (fixed, for patches only).
+        has_class_token: bool, whether the first is a class token, never resampled.
         resampling: method of resampling weights: `"bilinear"` with aligned corners
-            (V-MoE, original ViT, big_vision), `"bicubic"` with the kernel of
-            `a = -0.75` (PyTorch's `interpolate`, `transformers`), or
-            `"bicubic_antialias"` with `a = -0.5` and a kernel that is wider for smaller
-            grids (`timm`).
+            (V-MoE, original ViT, big_vision), `"bicubic"` with `a = -0.75` (PyTorch's
+            `interpolate`, `transformers`), or `"bicubic_antialias"` with `a = -0.5` and
+            a kernel that is wider for smaller grids (`timm`).
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Maps `(B, S, D)` to `(B, S, D)`.
@@ -121,7 +113,7 @@ class PositionEmbedding(Layer):
         resampling: str = "bilinear",
         **kwargs,
     ):
-        check_choice("resampling", resampling, RESAMPLINGS)
+        check_choice("resampling", resampling, position.RESAMPLINGS)
         super().__init__(**kwargs)
         check_choice("kind", kind, POSITION_EMBEDDINGS[:2])
         self.grid = pair(grid, "grid")
@@ -139,7 +131,7 @@ class PositionEmbedding(Layer):
                 f"has_class_token={self.has_class_token}."
             )
         if self.kind == "sincos2d":
-            table = sincos_2d_table(rows, columns, width)
+            table = position.sincos_2d_table(rows, columns, width)
             # (1, S, D), zero for the class token
             table = np.pad(table, ((int(self.has_class_token), 0), (0, 0)))[None]
             self._table = Constant(table)
@@ -172,8 +164,7 @@ class PositionEmbedding(Layer):
         """Resample a `(1, S', D)` table of another grid to the grid of this layer.
 
         Args:
-            table: `(1, S', D)` array of learned position embeddings, with a row for the
-                class token if this layer has one.
+            table: `(1, S', D)` array of learned position embeddings (and class token).
             grid: `(rows, columns)` of the table. A square if `None`.
         """
         first = int(self.has_class_token)
@@ -193,11 +184,10 @@ class PositionEmbedding(Layer):
             return table
         # The class token has no place in the image: only patches are resampled.
         patches = np.reshape(table[:, first:], (*grid, width))
-        patches = resample_position_grid(patches, *self.grid, self.resampling)
+        patches = position.resample_position_grid(patches, *self.grid, self.resampling)
         patches = reshape(patches, (-1, width))
-        return ops.concatenate(
-            [ops.convert_to_tensor(table[:, :first]), patches[None]], axis=1
-        )
+        others = ops.convert_to_tensor(table[:, :first])
+        return ops.concatenate([others, patches[None]], axis=1)
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -209,18 +199,15 @@ class TokenEmbedding(Layer):
         sequence_length: int `S`, tokens of a text.
         output_dim: int, width `D` of a token.
         mask_padding: bool, whether padding (id 0) is masked for the layers that follow,
-            as by `keras.layers.Embedding(mask_zero=True)`. Otherwise padding is an
-            ordinary token.
+            as by `keras.layers.Embedding(mask_zero=True)`, or an ordinary token.
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Maps `(B, S)` ids to `(B, S, D)` tokens.
 
     Raises:
-        ValueError: if a size is not a positive integer, or the texts have another
-            length.
+        ValueError: if a size is not a positive integer, or texts have another length.
 
-    Source: LIMoE, section 2; initial weights: the two-tower models of Soft MoE's
-    released code.
+    Source: LIMoE, section 2; initial weights: Soft MoE's released code (two towers).
     """
 
     config_arguments = (
@@ -247,12 +234,11 @@ class TokenEmbedding(Layer):
         self.output_dim = output_dim
         self.mask_padding = mask_padding
         self.supports_masking = mask_padding
+        initial = keras.initializers.RandomNormal(stddev=output_dim**-0.5)
         self.token_embedding = keras.layers.Embedding(
             vocabulary_size,
             output_dim,
-            embeddings_initializer=keras.initializers.RandomNormal(
-                stddev=output_dim**-0.5
-            ),
+            embeddings_initializer=initial,
             dtype=self.dtype_policy,
             name="token_embedding",
         )
@@ -316,13 +302,11 @@ class ClassToken(Layer):
 class Registers(Layer):
     """Insert learned tokens that belong to no patch before the patches.
 
-    For registers and DeiT's distillation token. They have no position embeddings: one
-    that is the same for all images is part of the token.
+    For registers and DeiT's distillation token. They include position embeddings.
 
     Args:
         num_registers: int, number `R` of tokens.
-        has_class_token: bool, whether the first token is a class token, which remains
-            the first.
+        has_class_token: bool, whether the first is a class token, which remains first.
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Maps `(B, S, D)` to `(B, S + R, D)`.
@@ -330,8 +314,7 @@ class Registers(Layer):
     Raises:
         ValueError: if `num_registers` is not a positive integer.
 
-    Source: Darcet et al. 2024 (Vision Transformers need registers), section 2.2; for
-    the distillation token, Touvron et al. 2021 (DeiT), section 4.
+    Source: Darcet et al. 2024 (registers), section 2.2; Touvron et al. 2021, section 4.
     """
 
     config_arguments = ("num_registers", "has_class_token")

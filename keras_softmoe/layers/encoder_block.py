@@ -25,15 +25,13 @@ class EncoderBlock(Layer):
         use_qk_norm: bool, whether queries and keys are normalized.
         dropout_rate: float, dropout after attention and after the MLP or experts.
         layer_norm_epsilon: float, epsilon of the normalizations.
-        layer_scale: float or `None`. Initial value of a learned factor per channel that
-            multiplies the outputs of attention and of the MLP or experts, see
-            `LayerScale`. `None` for no such factor.
+        layer_scale: float, initial value of a `LayerScale` of the outputs of attention
+            and of the MLP or experts, or `None` for no such factor.
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Call arguments:
         - `inputs`: `(B, S, D)` float tensor.
-        - `mask`: optional `(B, S)` bool tensor; `False` for padding, which gets no
-          attention and no expert, see `MoE`.
+        - `mask`: optional `(B, S)` bool tensor, `False` for no attention and no expert.
 
     Returns:
         `(B, S, D)` tensor.
@@ -80,32 +78,20 @@ class EncoderBlock(Layer):
         self.dropout_rate = dropout_rate
         self.layer_norm_epsilon = layer_norm_epsilon
         self.layer_scale = layer_scale
-        dtype = self.dtype_policy
-        self.attention_norm = LayerNormalization(
-            layer_norm_epsilon, dtype=dtype, name="attention_norm"
-        )
-        self.attention = Attention(
-            num_heads, use_qk_norm=use_qk_norm, dtype=dtype, name="attention"
-        )
-        self.mlp_norm = LayerNormalization(
-            layer_norm_epsilon, dtype=dtype, name="mlp_norm"
-        )
+        own, epsilon = {"dtype": self.dtype_policy}, layer_norm_epsilon
+        self.attention_norm = LayerNormalization(epsilon, name="attention_norm", **own)
+        self.attention = Attention(num_heads, use_qk_norm, name="attention", **own)
+        self.mlp_norm = LayerNormalization(epsilon, name="mlp_norm", **own)
         # In files of weights mixtures of experts have a separate name.
-        self.mlp = self.moe = None
-        if isinstance(mlp, MoE):
-            self.moe = mlp
-        else:
-            self.mlp = mlp
+        self.mlp, self.moe = (None, mlp) if isinstance(mlp, MoE) else (mlp, None)
         if dropout_rate:
-            self.dropout = keras.layers.Dropout(
-                dropout_rate, dtype=dtype, name="dropout"
-            )
+            self.dropout = keras.layers.Dropout(dropout_rate, name="dropout", **own)
         if layer_scale is not None:
             check_numbers(over=0, layer_scale=layer_scale)
             self.attention_scale = LayerScale(
-                layer_scale, dtype=dtype, name="attention_scale"
+                layer_scale, name="attention_scale", **own
             )
-            self.mlp_scale = LayerScale(layer_scale, dtype=dtype, name="mlp_scale")
+            self.mlp_scale = LayerScale(layer_scale, name="mlp_scale", **own)
         self.supports_masking = True
         # An MLP needs no mask, as it is applied to each token independently.
         self._masks_mlp = "mask" in inspect.signature(mlp.call).parameters
@@ -128,8 +114,7 @@ class EncoderBlock(Layer):
         if self.moe is not None:
             outputs = self.moe(tokens, mask=mask, training=training)
         else:
-            known = {"mask": mask} if self._masks_mlp else {}
-            outputs = self.mlp(tokens, **known)
+            outputs = self.mlp(tokens, **({"mask": mask} if self._masks_mlp else {}))
         return self._sum(x, outputs, training)
 
     def before_mlp(

@@ -8,11 +8,8 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_softmoe.checks import received
-from keras_softmoe.keras_adapter.layers import (
-    QuantizedByExpert,
-    changed_by_quantization,
-)
+from keras_softmoe.checks import check_whole_numbers, received
+from keras_softmoe.keras_adapter import layers
 from keras_softmoe.ops.kernels import reshape
 
 # Modes of `quantize`, and the reason why other modes of Keras are refused.
@@ -30,16 +27,14 @@ _LOWEST_INT4, _HIGHEST_INT4 = -8, 7
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
-class ExpertBank(QuantizedByExpert, keras.layers.EinsumDense):
+class ExpertBank(layers.QuantizedByExpert, keras.layers.EinsumDense):
     """A dense layer for each expert: `keras.layers.EinsumDense` on a stack of kernels.
 
     LoRA and quantization of Keras treat a kernel with three axes as heads of attention.
-    Here the experts of a bank share nothing: each has its own factors of LoRA, and its
-    own scales after `quantize`.
+    Experts share nothing: each has its own factors of LoRA, and scales if quantized.
 
     Args:
-        equation: str of the form `"end,edh->enh"`, for `n` slots of each of `e`
-            experts.
+        equation: str of the form `"end,edh->enh"`, for `n` slots of `e` experts each.
         **kwargs: as in `keras.layers.EinsumDense`.
 
     Maps `(E, N, D)` to `(E, N, H)`; `kernel` is `(E, D, H)`, `bias` `(E, 1, H)`.
@@ -90,22 +85,18 @@ class ExpertBank(QuantizedByExpert, keras.layers.EinsumDense):
         share `B` among the experts. In int8 and in int4 the factors stay floats.
 
         Args:
-            rank: int, the inner axis `r` of `A` `(E, D, r)` and `B` `(E, r, H)`.
+            rank: int, axis `r` of `A` `(E, D, r)` and `B` `(E, r, H)`, often 4 to 16.
             lora_alpha: float, `rank` if `None`.
             a_initializer: initializer of `A`, with the fans of one expert.
             b_initializer: initializer of `B`. Zeros change nothing before training.
 
         Raises:
-            ValueError: if the rank is not a positive int, or the bank is not built yet,
-                has factors already or computes in float8.
+            ValueError: if the rank is no positive int, or the bank is not built, has
+                factors already or computes in float8.
 
         Source: Hu et al. 2021 (LoRA), section 4.1.
         """
-        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-            raise ValueError(
-                "The rank of LoRA is an int of at least one; 4 to 16 are usual. "
-                + received(rank=rank)
-            )
+        check_whole_numbers(1, rank=rank)
         if self.lora_enabled:
             raise ValueError(
                 f"The bank {self.path!r} has LoRA factors already. Received: "
@@ -158,14 +149,11 @@ class ExpertBank(QuantizedByExpert, keras.layers.EinsumDense):
     def quantize(self, mode: str | None = None, type_check: bool = True, config=None):
         """Quantize the kernels.
 
-        - `"int8"`: as in Keras. A scale for each expert and output, and inputs in int8
-          too, with a scale for each slot.
+        - `"int8"`: as in Keras. Scales for each expert and output; int8 inputs, too.
         - `"int4"`: the kernels only, dequantized where they are used. A scale and a
           zero point for each expert, output and block of inputs (128, see
-          `keras.quantizers.Int4QuantizationConfig`). In Keras weights of several
-          experts would share them.
-        - `"float8"`: as in Keras, for training: kernels, slots and their gradients are
-          rounded to float8, with one scale for all experts of a bank.
+          `keras.quantizers.Int4QuantizationConfig`), which experts share in Keras.
+        - `"float8"`: as in Keras, for training, with one scale for all of a bank.
 
         Args:
             mode: str, one of these, or `None` with a config.
@@ -173,15 +161,14 @@ class ExpertBank(QuantizedByExpert, keras.layers.EinsumDense):
             config: `keras.quantizers.QuantizationConfig`, or `None`.
 
         Raises:
-            ValueError: for another mode, for float8 together with LoRA, and for custom
-                quantizers in int4.
+            ValueError: for another mode, float8 with LoRA, or own quantizers in int4.
         """
         self.check_quantization(mode, config)
         mode, config = _resolved(mode, config)
         if mode != "int4":
             super().quantize(mode, type_check=False, config=config)
             return
-        with changed_by_quantization(self, mode):
+        with layers.changed_by_quantization(self, mode):
             # Values are computed before the weights of floats are deleted.
             kernel = self._kernel
             values = _to_int4(kernel, _rows(config.block_size, kernel.shape[1]))
@@ -298,8 +285,8 @@ def _lora_update(layer):
 def merge_lora(layer):
     """Merge the LoRA factors of any layer of Keras into its kernel.
 
-    The layer computes the same, is trained as before `enable_lora`, and `enable_lora`
-    may be called again. In int8 and in int4 the sum is rounded.
+    The layer computes the same, but for rounding in int8 and int4, and is trained as
+    before `enable_lora`.
     """
     merged = {}
     if layer.quantization_mode:
@@ -354,8 +341,7 @@ def _to_int4(kernel, block_size):
 
     Returns:
         Tuple of `(E, D, ceil(H / 2))` int8, two values in each, and scale (float) and
-        zero (int8), `(E, ceil(D / block_size), H)`: a stored `v` has the value
-        `(v - zero) * scale`.
+        zero (int8), `(E, ceil(D / block_size), H)`: `v` is `(v - zero) * scale`.
     """
     num_experts, width, units = kernel.shape
     blocks = math.ceil(width / block_size)
@@ -382,7 +368,6 @@ def _from_int4(packed, scale, zero, units, block_size):
     if scale.shape[1] > 1:
         # One scale for each row of a block; the last block may be shorter.
         width = packed.shape[1]
-        scale, zero = (
-            ops.repeat(x, block_size, axis=1)[:, :width] for x in (scale, zero)
-        )
+        parts = (ops.repeat(x, block_size, axis=1) for x in (scale, zero))
+        scale, zero = (x[:, :width] for x in parts)
     return ops.cast(values - zero, scale.dtype) * scale

@@ -28,8 +28,7 @@ class Experts(Layer):
     Args:
         num_experts: int, number `E` of experts.
         mlp_dim: int, hidden width `H` of an expert.
-        equal_experts: bool, whether all experts start with the same weights, as in the
-            released V-MoE models, and diverge only by their tokens.
+        equal_experts: bool, whether all start with the same weights (V-MoE's code).
         dropout_rate: float, dropout between the two layers ("expert dropout").
         remat: bool, whether hidden activations are recomputed in the backward pass
             instead of kept (`keras.remat`); the outputs of dropout are kept.
@@ -42,12 +41,10 @@ class Experts(Layer):
     the experts and back under `keras_softmoe.distribution.expert_parallel`.
 
     Raises:
-        ValueError: if an argument is not among the accepted values, the input is not of
-            rank 4 with `num_experts` as second axis, or the devices over which experts
-            are sharded do not divide their number.
+        ValueError: if an argument is not among the accepted values, the input is not
+            `(G, num_experts, C, D)`, or the devices do not divide the experts.
 
-    Source: V-MoE, section 2.2; for expert dropout, its fine-tuning settings (table 7)
-    and Fedus et al. 2021 (Switch Transformer), section 2.4.
+    Source: V-MoE, section 2.2 and table 7; Fedus et al. 2021, section 2.4 (dropout).
 
     Examples:
         >>> experts = ksm.layers.Experts(num_experts=4, mlp_dim=64)
@@ -220,8 +217,7 @@ class EqualExperts(keras.initializers.Initializer):
 
     def __call__(self, shape, dtype=None):
         one = self.initializer((1, *shape[1:]), dtype=dtype)
-        # Not `repeat`: on PyTorch its result shares memory, which no optimizer can
-        # update in place.
+        # Not `repeat`: on PyTorch its result shares memory, which optimizers refuse.
         return ops.zeros(shape, dtype=dtype) + one
 
     def get_config(self):

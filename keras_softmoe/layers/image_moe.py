@@ -19,17 +19,14 @@ from keras_softmoe.sharding.constraints import is_distributed
 class ImageMoE(MoE):
     """Mixture of experts whose router decides for whole images.
 
-    The router gets the mean of each image's tokens, `(G, group_images, D)`, and an
-    expert computes all tokens of an image.
+    The router gets means of images, `(G, group_images, D)`, experts get all tokens.
 
     Args:
-        router, mlp_dim, ...: as in `MoE`. A template `expert` gets the map, in the
-            shape of the input: `(N, H, W, D)` for `(B, H, W, D)`, so an expert may be a
-            convolution.
+        router, mlp_dim, ...: as in `MoE`. A template `expert` gets the map in its shape
+            (`(N, H, W, D)` for `(B, H, W, D)`), so it may be a convolution.
 
     Maps `inputs` and an optional `mask` like `MoE`. Images whose tokens are all masked
-    take no slot. `routers.record` collects decisions about images, each in the place of
-    a token.
+    take no slot. In `routers.record` each image has the place of a token.
 
     Raises:
         ValueError: as in `MoE`; or if the router distinguishes modalities.
@@ -71,9 +68,8 @@ class ImageMoE(MoE):
             slots = self._rounded(slots)
         # (G, E, C, S * D)
         slots = dispatch(slots, routing, sharded)
-        slots = slots_of_images(
-            self.experts, slots, self._map_shape, training=training, **rows
-        )
+        known = {"training": training, **rows}
+        slots = slots_of_images(self.experts, slots, self._map_shape, **known)
         if self.dispatch_dtype:
             slots = self._rounded(slots)
         outputs = combine(slots, routing, tokens.shape[1], sharded)
@@ -114,8 +110,7 @@ def slots_of_images(experts, slots, axes: Sequence[int], **known):
     """Apply experts to slots that hold whole images.
 
     Args:
-        experts: `Experts`, for which each token is a slot, or `TemplateExperts`, for
-            which an image is a map.
+        experts: `Experts` (a token is a slot) or `TemplateExperts` (an image is a map).
         slots: `(G, E, C, S * D)` tensor, or sorted rows `(N, S * D)`.
         axes: tuple of int: the axes of tokens, and `D`.
         **known: other arguments of the call.

@@ -12,15 +12,13 @@ from keras_softmoe.ops.kernels import as_mask
 class LIMoEBlock(EncoderBlock):
     """Encoder block for tokens of several modalities.
 
-    Attention and an MLP are applied to each modality separately. A `MoE` routes the
-    tokens of all modalities together, in alphabetical order.
+    Attention and an MLP are applied to each modality. A `MoE` routes all together.
 
     Args:
         num_heads, mlp, ...: all as in `EncoderBlock`.
 
     Call arguments:
-        - `inputs`: dict from modalities (`"image"`, `"text"`) to `(B, S, D)` tensors of
-          one batch size and width.
+        - `inputs`: dict from modalities (`"image"`, `"text"`) to `(B, S, D)` tensors.
         - `mask`: optional dict from some of them to `(B, S)` bool tensors.
 
     Returns:
@@ -36,15 +34,13 @@ class LIMoEBlock(EncoderBlock):
         shapes = inputs_shape
         if not isinstance(shapes, dict) or not shapes or None in shapes.values():
             raise ValueError(
-                "Tokens are a dict from one or more names of modalities to tensors. "
-                f"Received: shapes={shapes}."
+                f"Tokens: a dict of one or more names to tensors. Received: {shapes=}."
             )
         for shape in shapes.values():
             check_tokens_shape(shape)
         if len({shape[-1] for shape in shapes.values()}) > 1:
             raise ValueError(
-                "The modalities that are routed together must have one width. "
-                f"Received: shapes={shapes}."
+                f"Modalities routed together must have one width. Received: {shapes=}."
             )
         batch, _, width = next(iter(shapes.values()))
         num_tokens = sum(shape[1] for shape in shapes.values())
@@ -83,8 +79,7 @@ class LIMoEBlock(EncoderBlock):
         return {name: self._sum(x, outputs[name], training) for name, x in sums.items()}
 
     def compute_mask(self, inputs, previous_mask=None):
-        # An entry for each modality: Keras would use the only entry of a shorter dict
-        # for the first one.
+        # An entry for each modality: Keras would use a single one for the first.
         if previous_mask is None:
             return None
         return {name: previous_mask.get(name) for name in inputs}

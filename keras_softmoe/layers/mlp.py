@@ -14,14 +14,12 @@ from keras_softmoe.types import Tensor
 
 def _exact_gelu(x):
     if keras.backend.backend() == "tensorflow":
-        # TensorFlow's has the complementary error function, which runtimes of exported
-        # files do not support.
+        # TensorFlow's has a function that runtimes of exported files do not support.
         return 0.5 * x * (1.0 + ops.erf(math.sqrt(0.5) * x))
     return ops.gelu(x, approximate=False)
 
 
-# The papers' code has the tanh approximation everywhere; models from PyTorch have the
-# exact one.
+# The papers' code has the tanh approximation; models from PyTorch have the exact one.
 _ACTIVATIONS = {"gelu_tanh": gelu, "gelu": _exact_gelu}
 ACTIVATIONS = tuple(_ACTIVATIONS)
 
@@ -47,18 +45,15 @@ class MLP(Layer):
 
     Args:
         mlp_dim: int, hidden width.
-        activation: `"gelu_tanh"` (GELU in the tanh approximation), `"gelu"` (exact), or
-            another name of `keras.activations`.
+        activation: `"gelu_tanh"`, `"gelu"` (exact), or one of `keras.activations`.
         gated: bool, whether a third layer, `gate_dense`, multiplies the hidden units:
-            `activation(gate_dense(x)) * intermediate_dense(x)`, a gated linear unit;
-            SwiGLU with `activation="silu"`.
+            `activation(gate_dense(x)) * intermediate_dense(x)`; SwiGLU with `"silu"`.
         **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
 
     Maps `(..., D)` to `(..., D)`.
 
     Raises:
-        ValueError: if `mlp_dim` is not a positive integer, or the activation is
-            unknown.
+        ValueError: if `mlp_dim` is no positive integer, or the activation unknown.
 
     Source: V-MoE, section 2.1; gated: Shazeer 2020 (GLU variants), section 2.
 

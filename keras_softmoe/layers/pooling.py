@@ -22,13 +22,10 @@ def pool(tokens, pooling, attention_pooling=None, mask=None, num_registers=0):
 
     Args:
         tokens: `(B, S, D)` tensor.
-        pooling: `"token"` or `"first"` (the first), `"last"`, `"gap"` (their mean),
-            `"gmp"` (their maximum) or `"map"` (attention).
+        pooling: `"token"`, `"first"`, `"last"`, `"gap"` (mean), `"gmp"` or `"map"`.
         attention_pooling: `AttentionPooling` layer for `"map"`.
-        mask: optional `(B, S)` bool tensor, `False` for tokens to leave out. A text
-            without any token gets zeros.
-        num_registers: int, number of leading tokens that are no patches, left out of
-            `"first"` and `"gap"`.
+        mask: optional `(B, S)` bool tensor, `False` to leave out. Zeros if no token is.
+        num_registers: int, leading tokens that are left out of `"first"` and `"gap"`.
     """
     if pooling == "map":
         return attention_pooling(tokens, mask=mask)
@@ -56,8 +53,7 @@ class _MaskedPooling(keras.Operation):
         return _pool_masked(tokens, self.pooling, mask)
 
     def compute_output_spec(self, tokens, mask):
-        shape = (tokens.shape[0], tokens.shape[2])
-        return keras.KerasTensor(shape, tokens.dtype)
+        return keras.KerasTensor((tokens.shape[0], tokens.shape[2]), tokens.dtype)
 
 
 def _pool_masked(tokens, pooling, mask):
@@ -71,8 +67,7 @@ def _pool_masked(tokens, pooling, mask):
         # Zeros of masked tokens would be larger than negative values.
         largest = ops.amax(where(mask, tokens, -float("inf")), axis=1)
         return where(ops.any(mask, axis=1), largest, 0.0)
-    # The first or the last token that is not masked: it has the largest number, and
-    # masked tokens have 0, (B, S).
+    # The first or last token without a mask has the largest number, masked 0, (B, S)
     place = positions(tokens.shape[1], tokens)
     place = place + 1 if pooling == "last" else tokens.shape[1] - place
     places = where(mask[..., 0], place, 0)
@@ -96,15 +91,13 @@ class AttentionPooling(Layer):
 
     Call arguments:
         - `tokens`: `(B, S, D)` tensor.
-        - `mask`: optional `(B, S)` bool tensor, `False` for tokens that get no
-          attention.
+        - `mask`: optional `(B, S)` bool tensor, `False` for no attention.
 
     Returns:
         `(B, D)` tensor.
 
     Raises:
-        ValueError: if a size is not a positive integer, or the heads do not divide the
-            width.
+        ValueError: if a size is no positive integer, or heads do not divide the width.
 
     Source: Zhai et al. 2022 (Scaling Vision Transformers), section 3.3.
 
@@ -134,14 +127,10 @@ class AttentionPooling(Layer):
         self.use_qk_norm = use_qk_norm
         self.activation = activation
         self.layer_norm_epsilon = layer_norm_epsilon
-        dtype = self.dtype_policy
-        self.attention = Attention(
-            num_heads, use_qk_norm=use_qk_norm, dtype=dtype, name="attention"
-        )
-        self.mlp_norm = LayerNormalization(
-            layer_norm_epsilon, dtype=dtype, name="mlp_norm"
-        )
-        self.mlp = MLP(mlp_dim, activation=activation, dtype=dtype, name="mlp")
+        own, epsilon = {"dtype": self.dtype_policy}, layer_norm_epsilon
+        self.attention = Attention(num_heads, use_qk_norm, name="attention", **own)
+        self.mlp_norm = LayerNormalization(epsilon, name="mlp_norm", **own)
+        self.mlp = MLP(mlp_dim, activation, name="mlp", **own)
         self.supports_masking = True
 
     def build(self, tokens_shape):
@@ -178,8 +167,7 @@ class ContrastiveScale(Layer):
         bias: float or `None`, initial bias; `None` for none.
         **kwargs: `name` and `trainable`, as in `keras.layers.Layer`.
 
-    Maps `(B, D)` embeddings, of which only `B` matters, to a dict of `"logit_scale"`
-    `(B,)` and, with a bias, `"logit_bias"` `(B,)`.
+    Maps `(B, D)` embeddings to a dict of `(B,)` `"logit_scale"` (and `"logit_bias"`).
 
     Raises:
         ValueError: if the scale is not positive.

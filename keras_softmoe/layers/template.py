@@ -6,7 +6,6 @@ import keras
 from keras import ops
 
 from keras_softmoe.keras_adapter.layers import flatten_layers, states_of_draws
-from keras_softmoe.keras_adapter.surgery import named_weights
 
 
 class Templates:
@@ -58,8 +57,7 @@ def check_template(expert):
     """Raise unless a layer can be a template, as far as is known before it is built."""
     if not isinstance(expert, keras.layers.Layer):
         raise ValueError(
-            "`expert` must be a layer, the template of all experts. Received: "
-            f"expert={expert!r}."
+            f"`expert` must be a layer, the template of experts. Received: {expert=}."
         )
     parameters = inspect.signature(expert.call).parameters.values()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -147,9 +145,8 @@ class _Probe(keras.layers.Layer):
             )
         if self.has_losses:
             raise ValueError(
-                "A loss that a layer adds in a call (`add_loss`, "
-                "`activity_regularizer`) would be that of one expert. "
-                f"Received: {kind}, which adds one."
+                "A loss that a layer adds, as `activity_regularizer` does, would be "
+                f"that of one expert. Received: {kind}, which adds one."
             )
         # Each expert has a state of a generator of its own: these may change.
         draws = {id(state) for state in states_of_draws(template)}
@@ -162,8 +159,3 @@ class _Probe(keras.layers.Layer):
                 f"one for each expert. Received: {kind}, which changes "
                 f"{', '.join(changed)}. `LayerNormalization` has none."
             )
-
-
-def names_of_weights(template):
-    """Return a name for each weight: its path in the template, without slashes."""
-    return [name.replace("/", "_") for name, _ in named_weights(template)]

@@ -9,14 +9,9 @@ from keras import ops
 
 from keras_softmoe.checks import check_bools, check_whole_numbers
 from keras_softmoe.keras_adapter import layers
+from keras_softmoe.keras_adapter.surgery import named_weights
+from keras_softmoe.layers import template as templates
 from keras_softmoe.layers.groups import by_expert
-from keras_softmoe.layers.template import (
-    Templates,
-    check_template,
-    names_of_weights,
-    new_copy,
-    serialized_template,
-)
 from keras_softmoe.ops.kernels import chunked_map, reshape
 from keras_softmoe.sharding import constraints
 
@@ -44,8 +39,7 @@ class TemplateExperts(layers.Layer):
     several axes, `(G, E, C, H, W, D)`, are given as `(N, H, W, D)`.
 
     Raises:
-        ValueError: if the template is not a layer, or not a function of one slot with
-            trained weights alone.
+        ValueError: if the template is no layer that is a function of a single slot.
     """
 
     def __init__(
@@ -57,14 +51,13 @@ class TemplateExperts(layers.Layer):
     ):
         check_whole_numbers(1, num_experts=num_experts)
         check_bools(equal_experts=equal_experts)
-        check_template(expert)
+        templates.check_template(expert)
         constraints.check_placement("check_divides_experts", num_experts)
         super().__init__(**kwargs)
         self.num_experts = num_experts
         self.equal_experts = equal_experts
-        # `given` is the user's, `used` the one that computes. Not attributes of their
-        # own: Keras would track them.
-        self._templates = Templates(expert)
+        # `given` is the user's, `used` the one that computes; both untracked by Keras.
+        self._templates = templates.Templates(expert)
 
     @property
     def expert(self) -> keras.layers.Layer:
@@ -78,16 +71,15 @@ class TemplateExperts(layers.Layer):
                 f"with {self.num_experts} experts. Received: slots_shape={slots_shape}."
             )
         template, self._slot_shape = self._templates.build(tuple(slots_shape[3:]))
-        draws = layers.states_of_draws(template)
-        if draws:
+        if layers.states_of_draws(template):
             self.seed_generator = keras.random.SeedGenerator()
         copies = [template]
         if template is not self.expert and not self.equal_experts:
-            others = range(self.num_experts - 1)
+            others, new_copy = range(self.num_experts - 1), templates.new_copy
             copies += [new_copy(self.expert, self._slot_shape) for _ in others]
         self.stacked = [
-            self._stack(name, [copy.weights[index] for copy in copies])
-            for index, name in enumerate(names_of_weights(template))
+            self._stack(name.replace("/", "_"), [copy.weights[i] for copy in copies])
+            for i, (name, _) in enumerate(named_weights(template))
         ]
         self._maps = {training: self._find_map(training) for training in (False, True)}
         if template is not self.expert:
@@ -233,7 +225,7 @@ class TemplateExperts(layers.Layer):
         return {
             **super().get_config(),
             "num_experts": self.num_experts,
-            "expert": serialized_template(self.expert),
+            "expert": templates.serialized_template(self.expert),
             "equal_experts": self.equal_experts,
         }
 

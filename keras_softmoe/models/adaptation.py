@@ -54,8 +54,7 @@ def enable_lora(self, rank, target_layer_names=None):
     """Freeze the weights, and add factors to some layers; a method of backbones.
 
     Raises:
-        ValueError: if no layer of such a name takes factors, or some have factors
-            already. Nothing is frozen then.
+        ValueError: if no such layer takes factors, or some have them. None is frozen.
     """
     if has_factors(self):
         raise ValueError(

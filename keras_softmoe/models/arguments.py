@@ -57,10 +57,8 @@ def check_images(images, image_shape, any_size=False, grey=False):
     accepted = (None, None, None, image_shape[-1]) if any_size else expected
     if grey and len(shape) == 4 and shape[-1] == 1:
         accepted = (*accepted[:3], 1)
-    if len(shape) != 4 or any(
-        None not in sizes and sizes[0] != sizes[1]
-        for sizes in zip(shape, accepted, strict=True)
-    ):
+    pairs = zip(shape, accepted, strict=True)
+    if len(shape) != 4 or any(None not in (a, b) and a != b for a, b in pairs):
         raise ValueError(
             "The model expects images of shape (batch, height, width, channels) = "
             f"{expected}. Received: images of shape {shape}. "

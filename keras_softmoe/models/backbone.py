@@ -28,8 +28,7 @@ _WEIGHTS_PER_BYTE = 2
 # Weights that a file need not hold: positions are resampled for larger images.
 _RESAMPLED = 1 << 25
 
-# Bytes of the files from which weights are loaded; infinite if unknown, `None` for
-# models that keep their random weights.
+# Bytes of the files with the weights to load; infinite if unknown, `None` without any.
 _FILE_BYTES = contextvars.ContextVar("file_bytes", default=None)
 
 
@@ -56,9 +55,7 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
     further_keys = ("quantization",)
 
     def __init__(self, architecture, inputs, outputs, name, trainable):
-        super().__init__(
-            inputs=inputs, outputs=outputs, dtype=architecture.dtype, name=name
-        )
+        super().__init__(inputs, outputs, dtype=architecture.dtype, name=name)
         if trainable is not True:
             configuration.set_trainable_argument(self, trainable)
         self._architecture = architecture
@@ -168,13 +165,11 @@ class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
 def weights_follow(file_bytes):
     """Scope in which backbones are made whose weights are all loaded afterwards.
 
-    They are initialized with zeros, apart from new heads. A configuration of a few
-    bytes can claim more weights than any memory holds, so a backbone that the files
-    cannot fill is refused before it is built.
+    They start as zeros, apart from new heads. A configuration can claim more weights
+    than any memory holds: what the files cannot fill is refused and not built.
 
     Args:
-        file_bytes: int, the size of the files with the weights, if it is known; `None`
-            if none are loaded.
+        file_bytes: int, the size of the files with the weights; `None` without any.
     """
     token = _FILE_BYTES.set(file_bytes)
     try:
@@ -191,9 +186,8 @@ def check_size(architecture, name):
         name: str or `None`, name of the model.
 
     Raises:
-        ValueError: if the model has more weights than the files hold, or than the
-            memory of this machine (unless they are on accelerators, or sharded over
-            several machines).
+        ValueError: if the model has more weights than the files hold, or than this
+            machine's memory (unless on accelerators, or sharded over machines).
     """
     weights, file_bytes = architecture.least_weights, _FILE_BYTES.get()
     if file_bytes is not None and weights > _WEIGHTS_PER_BYTE * file_bytes + _RESAMPLED:
@@ -250,8 +244,7 @@ INPUTS = {"image": "images", "text": "token_ids"}
 class SingleModality:
     """Mixin of backbones for pairs that encode images alone and texts alone.
 
-    A subclass has `_encode`, which maps a dict of some of the inputs `"image"` and
-    `"text"` to a dict of outputs.
+    A subclass has `_encode`: a dict of inputs (`"image"`, `"text"`) to one of outputs.
     """
 
     _encoders = None
@@ -276,15 +269,13 @@ class SingleModality:
         if self._encoders is None:
             self._encoders = SimpleNamespace(image=(None, None), text=(None, None))
         encoder, compiled_weights = getattr(self._encoders, modality)
-        # A compiled encoder has its weights built in, which quantization and LoRA
-        # replace.
+        # A compiled encoder has built-in weights, which quantization and LoRA replace.
         weights = [(variable.path, variable.dtype) for variable in self.variables]
         if weights != compiled_weights:
             like = self.input[INPUTS[modality]]
             x = keras.Input(like.shape[1:], dtype=like.dtype, name=INPUTS[modality])
-            encoder = ModalityEncoder(
-                x, self._encode({modality: x}), name=f"{modality}_encoder"
-            )
+            outputs = self._encode({modality: x})
+            encoder = ModalityEncoder(x, outputs, name=f"{modality}_encoder")
             setattr(self._encoders, modality, (encoder, weights))
         return encoder
 

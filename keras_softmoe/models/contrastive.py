@@ -76,8 +76,7 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
         if optimizer == "auto":
             optimizer = keras.optimizers.AdamW(3e-4)
         if loss in ("auto", None):
-            has_bias = "logit_bias" in self.backbone.output
-            loss = "sigmoid" if has_bias else "softmax"
+            loss = "sigmoid" if "logit_bias" in self.backbone.output else "softmax"
         check_choice("loss", loss, tuple(LOSSES))
         check_choice("metrics", metrics, ("auto", None))
         super().compile(optimizer=optimizer, **kwargs)
@@ -129,8 +128,7 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
         loss = ops.mean(LOSSES[self._loss_name](self.logits(y_pred)))
         losses = self.losses if training else []
         self._own_metrics.routing_loss.count(losses)
-        extras = [ops.cast(ops.sum(x), loss.dtype) for x in losses]
-        return sum(extras, start=loss)
+        return sum((ops.cast(ops.sum(x), loss.dtype) for x in losses), start=loss)
 
     def compute_metrics(self, x, y, y_pred, sample_weight=None):
         accuracies = self._own_metrics.accuracies
@@ -192,8 +190,7 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
         arguments.check_vocabulary(y, self.backbone)
 
     def preprocess_samples(self, x, y=None, sample_weight=None):
-        # Not `super()`: in a `tf.data` pipeline AutoGraph may resolve it to the class
-        # of another caller.
+        # Not `super()`, which AutoGraph may resolve to the class of another caller.
         if self.preprocessor is not None:
             x = keras_hub.models.Task.preprocess_samples(self, x, y, sample_weight)
         elif y is not None:
@@ -220,14 +217,12 @@ class ContrastiveTask(keras_hub.models.Task, PairEncoding, MutableRouting):
 class LIMoEContrastive(ContrastiveTask):
     """Contrastive learning with one sparse tower for images and captions.
 
-    With a preprocessor `fit` and `evaluate` accept pixels from 0 to 255, channels last
-    for any `keras.config.image_data_format()`, and captions. `encode_image` and
-    `encode_text` embed one modality.
+    With a preprocessor `fit` and `evaluate` accept pixels from 0 to 255, channels last,
+    and captions. `encode_image` and `encode_text` embed one modality.
 
     Args:
         backbone: `LIMoEBackbone`.
-        preprocessor: `None` or a `LIMoEPreprocessor`. Its image converter resizes to
-            the backbone's `image_shape`.
+        preprocessor: `LIMoEPreprocessor`, which resizes to `image_shape`, or `None`.
         compile: bool, whether to compile at once with the defaults of `compile`.
         name: str or `None`, name of the model.
         trainable: bool, whether the weights are trained.
@@ -253,16 +248,14 @@ class LIMoEContrastive(ContrastiveTask):
 class TwoTowerContrastive(ContrastiveTask):
     """Contrastive learning with a tower for images and one for captions.
 
-    Arguments, inputs, outputs, methods and errors are as in `LIMoEContrastive`, with a
-    `TwoTowerBackbone` and a `TwoTowerPreprocessor`.
+    All as in `LIMoEContrastive`, with `TwoTowerBackbone` and `TwoTowerPreprocessor`.
 
     Source: Soft MoE, section 4.
 
     Examples:
-        >>> towers = ksm.models.TwoTowerBackbone(
-        ...     ksm.models.ViTMoEBackbone((32, 32, 3), 8, 1, 2, 32, 64),
-        ...     ksm.models.TextMoEBackbone(400, 16, 1, 2, 32, 64),
-        ... )
+        >>> image_tower = ksm.models.ViTMoEBackbone((32, 32, 3), 8, 1, 2, 32, 64)
+        >>> text_tower = ksm.models.TextMoEBackbone(400, 16, 1, 2, 32, 64)
+        >>> towers = ksm.models.TwoTowerBackbone(image_tower, text_tower)
         >>> model = ksm.models.TwoTowerContrastive(towers)
         >>> model.encode_text(np.ones((2, 16), "int32")).shape
         (2, 32)

@@ -27,8 +27,7 @@ class LIMoETokenizer(keras_hub.tokenizers.SentencePieceTokenizer):
     The paper's vocabulary is T5's: download its `spiece.model` and pass the path.
 
     Args:
-        proto: path of a SentencePiece model whose id 0 is the padding, or its content
-            as bytes, for example from `datasets.train_vocabulary`.
+        proto: path of a SentencePiece model (padding is 0), or its content as bytes.
         **kwargs: as in `keras_hub.tokenizers.SentencePieceTokenizer`.
 
     Examples:
@@ -113,12 +112,10 @@ class ContrastivePreprocessor(keras_hub.models.Preprocessor):
 
         if captions.dtype != tf.string or captions.shape.rank not in (None, 1):
             raise ValueError(
-                "A dataset must give batches of images and captions str. "
-                f"Received: captions of shape {captions.shape}, "
-                f"dtype {captions.dtype.name}."
+                "A dataset must give batches of images and captions str. Received: "
+                f"captions of shape {captions.shape}, dtype {captions.dtype.name}."
             )
-        # `keras.utils.set_random_seed` clears the caches of TensorFlow that hold the
-        # vocabularies of existing tokenizers.
+        # `keras.utils.set_random_seed` clears the caches that hold vocabularies.
         with tf.init_scope():
             self.tokenizer.set_proto(self.tokenizer.proto)
         tokens = self.tokenizer(captions)
@@ -130,8 +127,8 @@ class ContrastivePreprocessor(keras_hub.models.Preprocessor):
                 "tokens, and is not cut (`truncate=True`)."
             )
             longest = tf.cast(self.sequence_length, lengths.dtype)
-            is_short = tf.debugging.assert_less_equal
-            checks.append(is_short(lengths, longest, message=message))
+            known = {"message": message}
+            checks.append(tf.debugging.assert_less_equal(lengths, longest, **known))
         with tf.control_dependencies(checks):
             return tokens.to_tensor(shape=(None, self.sequence_length))
 
@@ -148,14 +145,12 @@ class LIMoEPreprocessor(ContrastivePreprocessor):
         tokenizer: `LIMoETokenizer`, without a `sequence_length` of its own.
         image_converter: `ViTMoEImageConverter` or `None`.
         sequence_length: int, tokens of a text, padded with zeros.
-        truncate: bool, whether longer captions are cut, as in the paper, instead of an
-            error.
+        truncate: bool, whether longer captions are cut, as in the paper, or an error.
         **kwargs: as in `keras_hub.models.Preprocessor`.
 
     Returns, when called on images `(B, height, width, channels)` from 0 to 255 and `B`
         captions, str (or `(B, sequence_length)` int token ids): dict of `"images"` in
-        `[-1, 1]` and `"token_ids"` `(B, sequence_length)` int32, the inputs of the
-        backbone.
+        `[-1, 1]` and `"token_ids"` `(B, sequence_length)` int32.
 
     Raises:
         ValueError: if a caption is empty, too long or not a string. (In a `tf.data`

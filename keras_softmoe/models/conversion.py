@@ -44,19 +44,14 @@ def convert_vmoe_checkpoint(
             (`PREFIX.index`, ...), or a Vision Transformer's `.npz` or `.safetensors`.
             Or a URL (`gs://bucket/name`), or the result of `read_checkpoint`.
         preset_dir: str or path of a directory to write, new or empty.
-        image_shape: `(height, width, channels)`. By default a square, from the number
-            of learned positions.
-        router: a router from `keras_softmoe.routers`. By default the
-            `SoftmaxTokenChoiceRouter` of the released models, or the `SoftRouter` that
-            the parameters belong to.
+        image_shape: `(height, width, channels)`. By default a square, by the positions.
+        router: a router from `keras_softmoe.routers`. By default the released models'
+            `SoftmaxTokenChoiceRouter`, or the `SoftRouter` of the parameters.
         group_images: int, images routed together. By default 8; 1 for a `SoftRouter`.
         dispatch_dtype: `"bfloat16"` (as the released code) or `None`, see `layers.MoE`.
-        pooling: `"gap"` (default) or `"first"`, for a checkpoint that has neither a
-            class token nor attention pooling.
-        position_embedding: `"sincos2d"` (default) or `"none"`, for a checkpoint
-            without learned positions.
-        preprocessor: a preprocessor of an image classifier. By default one that
-            resizes to `image_shape` and maps pixels from 0..255 to -1..1.
+        pooling: `"gap"` (default) or `"first"`, if the parameters do not tell.
+        position_embedding: `"sincos2d"` (default) or `"none"`, if none is learned.
+        preprocessor: by default one that resizes, and maps 0..255 to -1..1.
         verbose: 0 or 1, whether to show a progress bar.
 
     Returns:
@@ -109,9 +104,8 @@ def model_for(
     classifier has its preprocessor itself, so the second result is `None`.
     """
     given = {name: value for name, value in given.items() if value is not None}
-    found = checkpoints.read_vit_settings(
-        checkpoint.shapes, **{**checkpoint.settings, **given}
-    )
+    given = {**checkpoint.settings, **given}
+    found = checkpoints.read_vit_settings(checkpoint.shapes, **given)
     settings = {**found.settings, "dtype": "float32"}
     if found.num_experts is not None:
         is_soft = found.slots_per_expert is not None

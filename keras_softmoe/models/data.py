@@ -2,9 +2,8 @@
 
 KerasHub's tasks preprocess arrays, `tf.data` and some of grain, and refuse the rest.
 Here arrays and `tf.data` go through a `tf.data` pipeline, on every backend. The batches
-of a `keras.utils.PyDataset`, a PyTorch `DataLoader`, a grain dataset or loader, a
-generator or any other iterable are preprocessed one by one; so are those of arrays
-where TensorFlow is not installed.
+of a `keras.utils.PyDataset`, PyTorch `DataLoader`, grain dataset or any other iterable
+are preprocessed one by one; so are those of arrays where TensorFlow is not installed.
 """
 
 import random
@@ -27,10 +26,9 @@ _tracing = threading.Lock()
 
 def gives_batches(x):
     """Return whether `x` is an iterable of batches, not an array or a list of rows."""
-    is_array = isinstance(x, (str, list, tuple, dict)) or hasattr(x, "shape")
-    return not is_array and (
-        isinstance(x, keras.utils.PyDataset) or hasattr(x, "__iter__")
-    )
+    if isinstance(x, (str, list, tuple, dict)) or hasattr(x, "shape"):
+        return False
+    return isinstance(x, keras.utils.PyDataset) or hasattr(x, "__iter__")
 
 
 def prepare(
@@ -54,11 +52,9 @@ def prepare(
         y: array, or `None` with batches.
         sample_weight: as `y`.
         batch_size: int. Defaults to 32. `None` with batches.
-        shuffle: bool, whether rows of arrays, and batches of a `PyDataset`, are
-            shuffled before each epoch.
+        shuffle: bool, whether rows of arrays (batches of a `PyDataset`) are shuffled.
         drop_remainder: bool, whether the last incomplete batch of arrays is dropped.
-        class_weight: dict from all classes to weights, or `None`. Keras applies it to
-            arrays and `tf.data`.
+        class_weight: dict from classes to weights, or `None` (where Keras applies it).
     """
     # KerasHub has imported TensorFlow, where it is installed.
     tf = sys.modules.get("tensorflow")
@@ -99,9 +95,7 @@ def prepare(
         inputs, *_ = keras.utils.unpack_x_y_sample_weight(x.element_spec)
         model.check_input(inputs)
         with _tracing:
-            batches = x.map(
-                model.preprocess_samples, num_parallel_calls=tf.data.AUTOTUNE
-            )
+            batches = x.map(model.preprocess_samples, tf.data.AUTOTUNE)
         return batches.prefetch(tf.data.AUTOTUNE)
     distribution = keras.distribution.distribution()
     if num_processes() > 1 and getattr(distribution, "auto_shard_dataset", False):
@@ -156,8 +150,7 @@ def _weights(labels, weights, class_weight):
         )
     if labels.ndim > 1:
         labels = labels.argmax(-1) if labels.shape[-1] > 1 else labels[..., 0]
-    found = [class_weight.get(int(label), 1.0) for label in labels]
-    return np.array(found, "float32")
+    return np.array([class_weight.get(int(label), 1.0) for label in labels], "float32")
 
 
 def is_empty(x):
@@ -228,10 +221,8 @@ def checked_class_weight(class_weight, num_classes):
     # With one output there are two classes.
     classes = range(max(num_classes, 2))
     if not isinstance(class_weight, dict) or not all(
-        checks.is_whole_number(label, 0)
-        and label in classes
-        and checks.is_number(weight)
-        for label, weight in class_weight.items()
+        checks.is_whole_number(label, 0) and label in classes and checks.is_number(x)
+        for label, x in class_weight.items()
     ):
         raise ValueError(
             "`class_weight` must be a dict from classes, whole numbers from 0 to "
@@ -248,8 +239,7 @@ def as_arrays(data):
     """Convert numbers, strings or images to NumPy arrays.
 
     Args:
-        data: array or tensor of any library; PIL image, which becomes a batch of one;
-            list of them, of one size; or a dict of all this.
+        data: array or tensor; PIL image (a batch of one); list of them; dict of these.
     """
     if type(data) is np.ndarray and data.dtype.kind != "U":
         return data

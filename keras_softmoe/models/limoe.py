@@ -35,19 +35,16 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
             arguments that are not listed here are those of `ViTMoEBackbone`.
         vocabulary_size: int, number of different text tokens.
         sequence_length: int, tokens of a text, padding included.
-        moe_layers: tuple of int, the blocks (from 0) whose MLP is a mixture of experts;
-            `moe_blocks(num_layers, every=2)` in the paper.
+        moe_layers: as in `ViTMoEBackbone`; `moe_blocks(num_layers, 2)` in the paper.
         router: as in `ViTMoEBackbone`; a `routers.LIMoERouter` in the paper.
         embedding_dim: int, width of the embeddings.
         image_pooling: how patches become one vector: `"gap"` (their mean), `"gmp"`
             (maximum), `"first"`, `"last"` or `"map"` (attention pooling).
         text_pooling: the same for text tokens.
         logit_scale: float, initial value of the learned scale of similarities.
-        logit_bias: float or `None`, initial value of a learned bias of similarities,
-            for the sigmoid loss (-10); `None` for none.
-        mask_padding: bool, whether padding (id 0) gets no attention and no slot, and
-            counts neither in the losses of routers nor in the pooling. The paper routes
-            it like any other token.
+        logit_bias: float, initial value of a learned bias (sigmoid: -10), or `None`.
+        mask_padding: bool, whether padding (id 0) has no part in attention, slots,
+            losses of routers and pooling. In the paper it is like any other token.
         group_images: int or `None`, pairs of image and text that are routed together.
 
     Returns, when called on a dict of `"images"` `(B, height, width, channels)` in
@@ -67,10 +64,8 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
         >>> backbone = ksm.models.LIMoEBackbone(
         ...     (32, 32, 3), 8, 500, 16, 2, 2, 32, 64, moe_layers=(1,), router=router
         ... )
-        >>> pairs = {
-        ...     "images": np.zeros((2, 32, 32, 3)),
-        ...     "token_ids": np.ones((2, 16), "int32"),
-        ... }
+        >>> token_ids = np.ones((2, 16), "int32")
+        >>> pairs = {"images": np.zeros((2, 32, 32, 3)), "token_ids": token_ids}
         >>> backbone(pairs)["image_embedding"].shape
         (2, 512)
     """
@@ -141,8 +136,7 @@ class LIMoEBackbone(MoEBackbone, SingleModality):
             token_ids: optional `(B, sequence_length)` int array.
 
         Returns:
-            dict from the index of each MoE block to its `routers.Decision`. A pair has
-            first the image's tokens, then the text's.
+            dict from blocks to `routers.Decision`; a pair has the image's tokens first.
 
         Examples:
             >>> decisions = backbone.route(pairs["images"], pairs["token_ids"])
@@ -175,13 +169,11 @@ def prune_experts(
             kept ones add up to one, so gates are larger than in training.
 
     Returns:
-        `LIMoEBackbone` with `num_experts` experts in each MoE block and no losses of
-        routers.
+        `LIMoEBackbone` with `num_experts` experts in each MoE block, and no losses.
 
     Raises:
         ValueError: if `num_experts` is less than a token chooses or more than a block
-            has, the usage of a block is missing, or the model has no such routers, was
-            quantized or given LoRA weights.
+            has, usage is missing, or the model has other routers, LoRA or is quantized.
 
     Source: LIMoE, appendix E.4 and figure 14.
 
@@ -272,8 +264,7 @@ def _check(backbone, usage, num_experts):
     missing = sorted(set(routers) - set(usage))
     if missing:
         raise ValueError(
-            f"The usage of blocks {missing} is missing. Received: usage of blocks "
-            f"{sorted(usage)}."
+            f"The usage of blocks {missing} is missing. Received: {sorted(usage)}."
         )
     experts = [block.moe.experts for block in backbone.blocks if block.moe]
     banks = [bank for layer in experts for bank in layer.banks]

@@ -86,8 +86,8 @@ def _load(read, cls, directory, load_weights, arguments):
 def attach(cls, load=_load):
     """Give a class of models `from_preset` and `save_to_preset`, and its subclasses.
 
-    `load` is a callable `(read, cls, directory, load_weights, arguments)` that returns
-    a model, where `read` is KerasHub's `from_preset`.
+    `load(read, cls, directory, load_weights, arguments)` returns a model by KerasHub's
+    `from_preset`, `read`.
     """
     read, save = cls.from_preset.__func__, cls.save_to_preset
 
@@ -262,8 +262,7 @@ def _check_dtypes(preprocessing, preset):
 def open_preset(preset, load_weights=True):
     """Yield the directory or handle of a preset, and name it in errors meanwhile.
 
-    It is a directory of the cache for a convertible preset with weights, and a
-    temporary one for an architecture.
+    It is of the cache for a converted preset, and temporary for an architecture.
     """
     if not isinstance(preset, str | os.PathLike):
         raise ValueError(

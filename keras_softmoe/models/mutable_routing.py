@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 from keras_softmoe.architecture import moe_layers_of
-from keras_softmoe.checks import is_whole_number, quote
+from keras_softmoe.checks import is_whole_number, quote, received
 from keras_softmoe.keras_adapter import runs
 from keras_softmoe.routers.recording import is_recording
 from keras_softmoe.sharding.constraints import check_placement
@@ -23,15 +23,13 @@ _lock = threading.RLock()
 class MutableRouting:
     """Mixin of models that recompile after settings of their routers have changed.
 
-    A compiled `predict`, `fit` or `evaluate` has the settings of its routers built in,
-    the groups in which they route, and the weights. A subclass has `routers`, a dict
-    from the index of a block to its router, and is decorated with
+    A compiled step has the settings of its routers built in, their groups, and the
+    weights. A subclass has `routers`, a dict from blocks, and is decorated with
     `recompile_on_change`. (KerasHub takes the first base of a task for its kind, so the
     mixin comes last and cannot override Keras' methods.)
     """
 
-    # Settings that each step was compiled with. In an object that Keras does not track:
-    # a dict would become part of the model.
+    # Settings that each step was compiled with, untracked by Keras, unlike a dict.
     _compiled_settings = None
 
     def set_routing(self, layers=None, **settings):
@@ -51,26 +49,22 @@ class MutableRouting:
             ValueError: if a block has no router, a router has no such setting, or a
                 value is not accepted. The model is then unchanged.
 
-        Source: V-MoE, sections 2.4 and 4, appendices E.3, E.4 and E.7 (groups); LIMoE,
-        appendix E.5 (groups).
+        Source: V-MoE, sections 2.4 and 4, appendices E.3, E.4, E.7; LIMoE, E.5.
 
         Examples:
-            >>> model = ksm.models.ViTMoEImageClassifier.from_preset(
-            ...     "vmoe_tiny_patch4_16e_32_glyphs"
-            ... )
+            >>> name = "vmoe_tiny_patch4_16e_32_glyphs"
+            >>> model = ksm.models.ViTMoEImageClassifier.from_preset(name)
             >>> model.set_routing(priority="max", capacity_factor=0.5)
         """
-        routers, chosen = self.routers, layers
-        if layers is None:
-            layers = routers
+        routers, is_for_all = self.routers, layers is None
+        layers = routers if is_for_all else layers
         is_one = isinstance(layers, str) or not np.iterable(layers)
         layers = [layers] if is_one else list(layers)
         # Blocks of two towers have names.
         known = [i for i in layers if isinstance(i, str) or is_whole_number(i, 0)]
         if len(known) < len(layers) or not set(known) <= routers.keys():
             raise ValueError(
-                f"`layers` must be some of the MoE blocks, {sorted(routers)}. "
-                f"Received: layers={quote(layers)}."
+                f"`layers` must be among {sorted(routers)}. {received(layers=layers)}"
             )
         if settings and not routers:
             raise ValueError(
@@ -80,23 +74,21 @@ class MutableRouting:
             # Most calls of `from_preset` have none: make no routers for them.
             return
         groups = {n: settings.pop(n) for n in ("group_images",) if n in settings}
-        if groups and chosen is not None:
+        if groups and not is_for_all:
             raise ValueError(
                 "`group_images` is one number for all MoE blocks of a model. Received: "
                 f"layers={layers}, group_images={groups['group_images']!r}."
             )
         # Check all values before any router changes.
-        changed = {
-            id(routers[index]): routers[index].with_settings(**settings)
-            for index in layers
-        }
+        chosen = [routers[index] for index in layers]
+        changed = {id(router): router.with_settings(**settings) for router in chosen}
         mixtures = moe_layers_of(self) if groups else []
         for layer in mixtures:
             layer.check_group_images(router=changed.get(id(layer.router)), **groups)
         with _lock:
             before = self._current_settings()
-            for index in layers:
-                routers[index].update(**settings)
+            for router in chosen:
+                router.update(**settings)
             for layer in mixtures:
                 layer.group_images = groups["group_images"]
             if self._current_settings() != before:
@@ -180,9 +172,8 @@ def _check_optimizer(model):
     # Keras would fail in the middle of a step, or go on training what was frozen.
     now = {id(v): v.path for v in model.trainable_variables}
     before = {id(v): v.path for v in runs.variables_of(optimizer)}
-    changed = [
-        path for i, path in (now | before).items() if (i in now) != (i in before)
-    ]
+    one_sided = now.keys() ^ before.keys()
+    changed = [path for i, path in (now | before).items() if i in one_sided]
     if changed:
         raise ValueError(
             "Weights were frozen, unfrozen or replaced since the optimizer was built: "

@@ -58,8 +58,7 @@ class PairEncoding:
                     batch = self.preprocessor.convert(batch)
                 batch = repeat_grey(batch, backbone.image_shape[-1])
                 arguments.check_images(batch, backbone.image_shape)
-            found = encoder.predict_on_batch(batch)
-            embeddings.append(found[f"{modality}_embedding"])
+            embeddings.append(encoder.predict_on_batch(batch)[f"{modality}_embedding"])
             bar.update(min(start + batch_size, len(inputs)))
         return np.concatenate(embeddings)
 
@@ -91,8 +90,7 @@ class PairEncoding:
         """Score classes given by their names.
 
         Arguments are as in `encode_image` and `class_embeddings`. Returns `(N, C)`
-        float32, the cosine of each image and class. See `evaluation.zero_shot` for
-        accuracies.
+        float32, cosines of images and classes. Accuracies: `evaluation.zero_shot`.
         """
         classes = self.class_embeddings(class_names, templates)
         return self.encode_image(images, batch_size, verbose) @ classes.T

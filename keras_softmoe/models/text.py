@@ -24,12 +24,10 @@ class TextMoEBackbone(MoEBackbone):
         sequence_length: int `S`, tokens of a text, padding included.
         num_layers: int, number of encoder blocks. This and all arguments that are not
             listed here are those of `ViTMoEBackbone`.
-        pooling: how tokens become `pooled_output`: `"last"` (the last token),
-            `"first"`, `"gap"` (the mean of all tokens), `"gmp"` (their maximum) or
-            `"map"` (multi-head attention pooling).
-        mask_padding: bool, whether padding (id 0) gets no attention and no slot, and
-            counts neither in the losses of routers nor in the pooling. The released
-            models do not mask it.
+        pooling: how tokens become `pooled_output`: `"last"` (the last one), `"first"`,
+            `"gap"` (mean), `"gmp"` (maximum) or `"map"` (attention pooling).
+        mask_padding: bool, whether padding (id 0) has no part in attention, slots,
+            losses of routers and pooling. In the released models it is not masked.
         group_images: int or `None`, texts whose tokens are routed together.
 
     Returns, when called on `(B, S)` int token ids: dict of `"sequence_output"`

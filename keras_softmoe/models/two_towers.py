@@ -21,11 +21,9 @@ class TwoTowerBackbone(MoEBackbone, SingleModality):
     Args:
         image_backbone: `ViTMoEBackbone`.
         text_backbone: `TextMoEBackbone`.
-        image_projection_dim: int, width of a dense layer on top of the image tower;
-            `None` for no such layer.
+        image_projection_dim: int, width of a dense layer on the image tower, or `None`.
         text_projection_dim: the same for the text tower.
-        freeze_image: bool, whether the image tower is frozen and in inference mode
-            ("locked image tuning").
+        freeze_image: bool, whether the image tower is frozen ("locked image tuning").
         logit_scale: float, initial value of the learned scale of similarities.
         logit_bias: float or `None`, initial value of a learned bias of similarities.
         dtype: dtype or policy of the projections.
@@ -38,19 +36,16 @@ class TwoTowerBackbone(MoEBackbone, SingleModality):
         and, if there is one, `"logit_bias"` `(B,)`, equal in all rows.
 
     Raises:
-        ValueError: if an argument is of another kind, or the embeddings of the towers
-            differ in width.
+        ValueError: if an argument is of another kind, or the towers differ in width.
 
     Source: Soft MoE, section 4. Unlike its released code, `fit` adds the balancing
     losses of experts in the towers to the contrastive loss.
 
     Examples:
-        >>> backbone = ksm.models.TwoTowerBackbone(
-        ...     ksm.models.ViTMoEBackbone.from_preset(name),
-        ...     ksm.models.TextMoEBackbone(500, 16, 2, 2, 32, 64),
-        ...     text_projection_dim=96,
-        ...     freeze_image=True,
-        ... )
+        >>> image_tower = ksm.models.ViTMoEBackbone.from_preset(name)
+        >>> text_tower = ksm.models.TextMoEBackbone(500, 16, 2, 2, 32, 64)
+        >>> settings = {"text_projection_dim": 96, "freeze_image": True}
+        >>> backbone = ksm.models.TwoTowerBackbone(image_tower, text_tower, **settings)
     """
 
     def __init__(
@@ -80,8 +75,7 @@ class TwoTowerBackbone(MoEBackbone, SingleModality):
             "image": _ImageTower(image_backbone, freeze_image, name="image_tower"),
             "text": text_backbone,
         }
-        projections = architecture.projections()
-        scale = architecture.scale()
+        projections, scale = architecture.projections(), architecture.scale()
 
         # === Functional Model ===
         def encode(inputs):
@@ -94,9 +88,8 @@ class TwoTowerBackbone(MoEBackbone, SingleModality):
             return outputs
 
         images = keras.Input(shape=image_backbone.image_shape, name="images")
-        token_ids = keras.Input(
-            shape=(text_backbone.sequence_length,), dtype="int32", name="token_ids"
-        )
+        shape = (text_backbone.sequence_length,)
+        token_ids = keras.Input(shape, dtype="int32", name="token_ids")
         outputs = encode({"image": images, "text": token_ids})
         outputs |= scale(outputs["image_embedding"])
         inputs = {"images": images, "token_ids": token_ids}
@@ -147,8 +140,7 @@ class TwoTowerBackbone(MoEBackbone, SingleModality):
 class _ImageTower(keras.layers.Layer):
     """Calls a model; a frozen one without noise, dropout and losses.
 
-    Freezing alone leaves them on, and a functional model overrules `training=False` in
-    the call of its layer.
+    Freezing leaves them on, and a functional model overrules `training=False` in it.
     """
 
     def __init__(self, model, frozen, **kwargs):
@@ -164,11 +156,8 @@ class _ImageTower(keras.layers.Layer):
         return self.model.compute_output_spec(images)
 
     def get_config(self):
-        return {
-            **super().get_config(),
-            "model": keras.saving.serialize_keras_object(self.model),
-            "frozen": self.frozen,
-        }
+        model = keras.saving.serialize_keras_object(self.model)
+        return {**super().get_config(), "model": model, "frozen": self.frozen}
 
     @classmethod
     def from_config(cls, config):

@@ -15,8 +15,7 @@ from keras_softmoe.checkpoints import Checkpoint
 
 _BLOCK = r"Encoder/encoderblock_\1/"
 _POSITIONS = "Encoder/posembed_input/pos_embedding"
-# Part of the path of our variable (a pattern) -> theirs. The rest of the path is
-# translated word by word.
+# Part of the path of our variable (a pattern) -> theirs. The rest goes word by word.
 _PARTS = (
     (r"patch_embedding/projection/", "embedding/"),
     (r"class_token/class_token", "cls"),
@@ -85,8 +84,7 @@ def load_vmoe_params(model: keras.Model, params: Mapping, verbose: int = 0) -> N
             wrong.append(f"{name} ({dtype})")
     if wrong:
         raise ValueError(
-            "Parameters must be real numbers. Received: "
-            f"{', '.join(sorted(wrong)[:5])}."
+            f"Parameters are real numbers. Received: {', '.join(sorted(wrong)[:5])}."
         )
     named = named_variables(model)
     _check_fit(named, shapes)

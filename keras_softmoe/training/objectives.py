@@ -10,20 +10,17 @@ from keras_softmoe.types import DType
 class SigmoidCrossentropy(keras.losses.Loss):
     """Binary cross-entropy of every class, summed over the classes.
 
-    `keras.losses.BinaryCrossentropy` is the *mean* over the classes, which the routers'
-    balancing losses would outweigh. The released code starts the bias of the head at
-    `-log(num_classes)`.
+    A *mean* (`keras.losses.BinaryCrossentropy`) would be outweighed by routers' losses.
+    The released code starts the bias of the head at `-log(num_classes)`.
 
     Args:
         reduction: see `keras.losses.Loss`.
         name: str, name of the loss.
         dtype: see `keras.losses.Loss`.
 
-    Called on `(B, num_classes)` labels from 0 to 1 and logits, it returns the mean over
-    the images.
+    Called on `(B, num_classes)` labels from 0 to 1 and logits. Returns the mean over B.
 
-    Source: V-MoE's and Soft MoE's released code ("sigmoid_xent"); the papers do not
-    name their loss.
+    Source: V-MoE's and Soft MoE's released code ("sigmoid_xent"), not the papers.
 
     Examples:
         >>> classifier.compile("adam", loss=ksm.training.SigmoidCrossentropy())

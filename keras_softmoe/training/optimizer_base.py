@@ -86,9 +86,8 @@ class ByVariable(adapter.OwnAverages):
             # Before any clipping, as in V-MoE's released code
             paths = [v.path for v in trainable_variables or adapter.variables_of(self)]
             factors = [_first_match(self.gradient_scale_rules, p, 1.0) for p in paths]
-            grads = [
-                g if g is None else f * g for g, f in zip(grads, factors, strict=True)
-            ]
+            pairs = zip(grads, factors, strict=True)
+            grads = [None if g is None else f * g for g, f in pairs]
         return super().apply(grads, trainable_variables)
 
     def decay_rate(self, variable):
@@ -125,8 +124,7 @@ class ByVariable(adapter.OwnAverages):
     def finalize_variable_values(self, var_list):
         super().finalize_variable_values(var_list)
         if self.use_ema:
-            # On JAX variable and average would now share their memory, which the next
-            # `fit` may donate only once.
+            # On JAX both would share memory, which the next `fit` may donate only once.
             for average in adapter.averages_of(self):
                 if average is not None:
                     average.assign(ops.copy(average))

@@ -34,10 +34,8 @@ class Adam(ByVariable, InOnePass, keras.optimizers.Optimizer):
         weight_decay_rules: optional list of `(pattern, rate)`. A step subtracts
             `learning_rate * rate * variable` with the rate of the first pattern that
             `re.search` finds in `variable.path`; without a match there is no decay.
-        gradient_scale_rules: optional list of `(pattern, factor)` of the same form, for
-            gradients before they are clipped.
-        momentum_dtype: `"bfloat16"` for the first moment, or `None` for the dtype of
-            the variables, which the second moment always has.
+        gradient_scale_rules: optional list of `(pattern, factor)`, before any clipping.
+        momentum_dtype: `"bfloat16"` for the first moment, or `None` as the variables.
         **kwargs: arguments of `keras.optimizers.Optimizer`, such as `weight_decay` (one
             rate for all, in place of the rules), `global_clipnorm`, `use_ema`,
             `ema_momentum` (1 is the mean of all steps).
@@ -76,8 +74,7 @@ class Adam(ByVariable, InOnePass, keras.optimizers.Optimizer):
             return
         super().build(variables)
         if self.momentum_dtype is None:
-            names = ["momentum", "velocity"]
-            added = self.add_optimizer_variables(variables, names)
+            added = self.add_optimizer_variables(variables, ["momentum", "velocity"])
             self.momentums, self.velocities = added
             return
         self.velocities = self.add_optimizer_variables(variables, "velocity")
@@ -147,8 +144,7 @@ def _can_fuse(tensors):
     """Return whether PyTorch has a fused step of Adam for these tensors."""
     import torch
 
-    # A tensor spread over devices has a type of its own. Transposed gradients would be
-    # read in the wrong order.
+    # A spread tensor has its own type. Transposed gradients would be read in disorder.
     return all(
         type(x) is torch.Tensor
         and x.dtype in (torch.float32, torch.float64)
@@ -174,8 +170,7 @@ class SGD(ByVariable, keras.optimizers.SGD):
         weight_decay_rules, gradient_scale_rules: see `Adam`.
         **kwargs: see `Adam`.
 
-    Source: V-MoE, section 3.5 and appendix B.4, which follow the Vision Transformer's
-    fine-tuning; order of operations from its released code.
+    Source: V-MoE, section 3.5 and appendix B.4; order of operations from released code.
 
     Examples:
         >>> schedule = keras.optimizers.schedules.CosineDecay(0.003, 10_000)
@@ -221,8 +216,7 @@ class Adafactor(ByVariable, keras.optimizers.Optimizer):
         beta_2_decay: float below 0, the exponent in `1 - step ** beta_2_decay`.
         max_beta_2: float, the largest decay of the squares.
         epsilon: float, added to the squares.
-        min_dim_size_to_factor: int, variables whose second largest axis is shorter keep
-            all their squares.
+        min_dim_size_to_factor: int, least second largest axis of a factored variable.
         momentum_dtype: `"bfloat16"` or `"float32"`, dtype of the momentum.
         weight_decay_rules, gradient_scale_rules: see `Adam`.
         **kwargs: see `Adam`.
@@ -324,13 +318,11 @@ class Muon(MuonByShape, keras.optimizers.Muon):
     """`keras.optimizers.Muon` that orthogonalizes the update of each expert.
 
     The class of Keras uses AdamW for all that is no matrix, also for the experts'
-    kernels `(E, D, H)`. Here each expert is updated as a matrix `(D, H)`. Biases of
-    experts are left to AdamW, like other biases.
+    kernels `(E, D, H)`. Here each expert is updated as a matrix `(D, H)`.
 
     Args:
         learning_rate: float or schedule.
-        expert_layers: str, regular expression for the paths of variables with a first
-            axis of experts.
+        expert_layers: str, regular expression for paths of `(E, ...)` variables.
         **kwargs: as in `keras.optimizers.Muon`. Name the layers to be left to AdamW,
             such as the last one: `exclude_layers=["predictions"]`.
 

@@ -7,14 +7,7 @@ from typing import Any
 import keras
 from numpy.typing import ArrayLike
 
-from keras_softmoe.checks import (
-    check_choice,
-    check_names,
-    check_numbers,
-    check_whole_numbers,
-    did_you_mean,
-    received,
-)
+from keras_softmoe import checks
 from keras_softmoe.training import pipeline
 from keras_softmoe.training.objectives import PrecisionAt1, SigmoidCrossentropy
 from keras_softmoe.training.optimizer_base import check_rules
@@ -25,8 +18,7 @@ from keras_softmoe.types import Data
 
 _OPTIMIZERS = {"adam": Adam, "sgd": SGD, "adafactor": Adafactor}
 
-# Arguments of `compile`. Of labels: functions that make them. Of pairs: names for
-# `models.LIMoEContrastive.compile`.
+# Arguments of `compile`. Of labels: functions that make them. Of pairs: names of losses
 _LABEL_LOSSES = {
     "sigmoid": lambda: {"loss": SigmoidCrossentropy(), "metrics": [PrecisionAt1()]},
     "softmax": lambda: {
@@ -54,8 +46,7 @@ class Recipe:
         image_size: int, side of the square images in pixels.
         num_classes: int, number of classes, or `None` for pairs.
         augmentation: `Augmentation` of training images, or its name in `AUGMENTATIONS`.
-        central_crop: float, share of the shorter side of the image that is cut out for
-            evaluation; 1 squeezes the whole image into the square.
+        central_crop: float, share of the shorter side to evaluate; 1 for whole images.
         loss: of labels `"sigmoid"` (`SigmoidCrossentropy`, `PrecisionAt1`) or
             `"softmax"` (categorical cross-entropy, accuracy). Of pairs
             `"contrastive_softmax"`, `"contrastive_sigmoid"`, or `"contrastive"`: the
@@ -68,16 +59,14 @@ class Recipe:
         decoupled_weight_decay: bool, whether the decay of a step is the rate times
             `learning_rate / peak_learning_rate`, rather than times the learning rate.
         clip_norm: float or `None`, largest norm of the gradient of all parameters.
-        average_momentum: float or `None`, of a debiased average of the parameters over
-            all steps, with which the model ends (Polyak averaging).
+        average_momentum: float or `None`, of a debiased average (Polyak) at the end.
         momentum_dtype: see `Adam` and `Adafactor`, their default if `None`.
         steps_per_epoch: int, steps between reports of `fit`, `None` for all steps.
         source: str, papers, sections and tables of the numbers.
 
     Examples:
-        >>> recipe = ksm.training.recipe(
-        ...     "finetuning", num_classes=10, steps=2, image_size=32, batch_size=4
-        ... )
+        >>> changes = {"num_classes": 10, "steps": 2, "image_size": 32, "batch_size": 4}
+        >>> recipe = ksm.training.recipe("finetuning", **changes)
         >>> recipe.compile(classifier)
         >>> data = recipe.training_data((images, labels))
         >>> classifier.fit(data, **recipe.fit_arguments)
@@ -107,20 +96,22 @@ class Recipe:
 
     def __post_init__(self):
         names = ("steps", "batch_size", "image_size", "steps_per_epoch", "num_classes")
-        given = {name: getattr(self, name) for name in names}
-        check_whole_numbers(1, **{k: v for k, v in given.items() if v is not None})
-        check_choice("loss", self.loss, (*_LABEL_LOSSES, *_PAIR_LOSSES))
-        check_choice("optimizer", self.optimizer, tuple(_OPTIMIZERS))
+        given = ((name, getattr(self, name)) for name in names)
+        checks.check_whole_numbers(1, **{k: v for k, v in given if v is not None})
+        checks.check_choice("loss", self.loss, (*_LABEL_LOSSES, *_PAIR_LOSSES))
+        checks.check_choice("optimizer", self.optimizer, tuple(_OPTIMIZERS))
         augmentation = pipeline.named_augmentation(self.augmentation)
-        check_numbers(over=0, central_crop=self.central_crop)
+        checks.check_numbers(over=0, central_crop=self.central_crop)
         if self.steps % (self.steps_per_epoch or self.steps):
             raise ValueError(
                 "`steps_per_epoch` must divide `steps`, so that training and schedule "
                 "end together. "
-                + received(steps=self.steps, steps_per_epoch=self.steps_per_epoch)
+                + checks.received(
+                    steps=self.steps, steps_per_epoch=self.steps_per_epoch
+                )
             )
         if self._has_captions:
-            check_whole_numbers(2, batch_size=self.batch_size)
+            checks.check_whole_numbers(2, batch_size=self.batch_size)
             if augmentation.mixup_alpha:
                 raise ValueError(
                     "MixUp mixes labels, which captions are not: `mixup_alpha` must be "
@@ -128,7 +119,7 @@ class Recipe:
                 )
         self.schedule()
         if isinstance(self.weight_decay, numbers.Real):
-            check_numbers(least=0, weight_decay=self.weight_decay)
+            checks.check_numbers(least=0, weight_decay=self.weight_decay)
         else:
             check_rules("weight_decay", self.weight_decay)
 
@@ -219,18 +210,15 @@ class Recipe:
                 width, 3)`, 0 to 255. Labels: int, or `(num_classes,)` with 1 for each
                 true class. Captions: str, or `(S,)` int token ids.
             shuffle_buffer: int, images in memory among which the next one is drawn.
-            seed: int, of the order of the images, the crops and the flips. RandAugment
-                and MixUp are not repeatable.
+            seed: int, of order, crops and flips. (RandAugment and MixUp have none.)
 
         Returns:
-            `tf.data.Dataset` of `(batch_size, image_size, image_size, 3)` float32
-            images, 0 to 255, and `(batch_size, num_classes)` float32 labels or
-            `batch_size` captions.
+            `tf.data.Dataset` of `(batch_size, image_size, image_size, 3)` float32 0 to
+            255, and `(batch_size, num_classes)` float32 labels or captions.
 
         Raises:
-            ValueError: if the data have another form, or arrays hold NaN, infinity or
-                labels that are no classes. (Such labels of a `tf.data.Dataset` raise
-                `InvalidArgumentError` when they are drawn.)
+            ValueError: if data have another form, or arrays hold NaN, infinity or wrong
+                labels. (A `tf.data.Dataset` raises `InvalidArgumentError` for these.)
         """
         return pipeline.training_batches(
             *self._rows(data),
@@ -245,8 +233,7 @@ class Recipe:
         """Return all images once, in batches for `evaluate` or validation.
 
         Takes and returns what `training_data` does. The last batch of labels may be
-        smaller. Pairs that do not fill it are left out: accuracies depend on the number
-        of captions that are compared.
+        smaller. Pairs that do not fill it are left out: accuracies depend on the batch.
         """
         return pipeline.evaluation_batches(
             *self._rows(data),
@@ -306,8 +293,7 @@ _SOFT_MOE = Recipe(
     source="Soft MoE, sections 3.3 and 3.4, appendices E and J",
 )
 
-# Chosen here: all other numbers are Soft MoE's, whose recipe has the same kind of
-# schedule and weight decay.
+# Chosen here: all others are Soft MoE's, with the same kind of schedule and decay.
 _VMOE_15B = dataclasses.replace(
     _SOFT_MOE,
     steps=2_900_000,
@@ -377,8 +363,7 @@ _LIMOE = Recipe(
     source="LIMoE, appendices A and A.1 to A.3, table 4",
 )
 
-# The paper states no number of the training. Chosen here: LIMoE's, with the steps,
-# warmup and batch of its ablations.
+# Not in the paper. Chosen here: LIMoE's, with steps, warmup, batch of its ablations.
 _SOFT_MOE_CONTRASTIVE = dataclasses.replace(
     _LIMOE,
     steps=100_000,
@@ -425,8 +410,7 @@ def recipe(name: str, **changes) -> Recipe:
 
     Args:
         name: str, one of `recipes()`.
-        **changes: settings of `Recipe`. Those of `"finetuning"` and `"vtab"` lack
-            `num_classes`.
+        **changes: settings of `Recipe`. `"finetuning"` and `"vtab"` need `num_classes`.
 
     Examples:
         >>> recipe = ksm.training.recipe("finetuning", num_classes=10, steps=2_500)
@@ -434,9 +418,9 @@ def recipe(name: str, **changes) -> Recipe:
     """
     if name not in _RECIPES:
         raise ValueError(
-            f"`name` must be a recipe.{did_you_mean([name], list(_RECIPES))} "
-            f"Accepted: {', '.join(map(repr, _RECIPES))}. {received(name=name)}"
+            f"`name` must be a recipe.{checks.did_you_mean([name], list(_RECIPES))} "
+            f"Accepted: {', '.join(map(repr, _RECIPES))}. {checks.received(name=name)}"
         )
     fields = [field.name for field in dataclasses.fields(Recipe)]
-    check_names(f"`recipe({name!r})`", changes, fields)
+    checks.check_names(f"`recipe({name!r})`", changes, fields)
     return dataclasses.replace(_RECIPES[name], **changes)

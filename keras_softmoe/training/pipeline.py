@@ -21,16 +21,12 @@ class Augmentation(NamedTuple):
         flip: bool, whether half of the images are mirrored left to right.
         num_operations: int, operations that RandAugment applies one after the other.
         magnitude: float, their strength on the papers' scale, see `AUGMENTATIONS`.
-        mixup_alpha: float, parameter of the Beta distribution from which the weights
-            of MixUp are drawn, or 0.
+        mixup_alpha: float, of the Beta distribution of MixUp's weights, 0 for none.
 
     Examples:
-        >>> own = ksm.training.Augmentation(
-        ...     num_operations=2, magnitude=10, mixup_alpha=0.2
-        ... )
-        >>> recipe = ksm.training.recipe(
-        ...     "finetuning", num_classes=10, steps=2_500, augmentation=own
-        ... )
+        >>> own = ksm.training.Augmentation(num_operations=2, magnitude=10)
+        >>> changes = {"num_classes": 10, "augmentation": own}
+        >>> recipe = ksm.training.recipe("finetuning", **changes)
     """
 
     crop: bool = True

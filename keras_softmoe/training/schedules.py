@@ -17,8 +17,7 @@ from keras_softmoe.types import Tensor
 class WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
     """Linear warmup from 0 to a peak, then a decay.
 
-    `"linear"` (V-MoE's pretraining) and `"cosine"` (fine-tuning, LIMoE) reach
-    `end_learning_rate` at `total_steps` and stay there.
+    `"linear"` (V-MoE) and `"cosine"` (fine-tuning, LIMoE) end at `end_learning_rate`.
 
     `"rsqrt"` (Soft MoE, V-MoE-15B) is `peak / sqrt(1 + t / timescale)`, `t` steps after
     the warmup, so a run can be extended or cooled down from any of its checkpoints.
@@ -37,13 +36,11 @@ class WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
     Called on `step`, int or a tensor of any shape, it returns float32 of that shape. A
     number that is out of range, or of another decay, raises a `ValueError`.
 
-    Source: V-MoE, table 6 and appendix B.3; Soft MoE, sections 3.3 and 3.4, appendix E;
-    LIMoE, appendix A. Formulas from their released code.
+    Source: V-MoE, table 6 and B.3; Soft MoE, sections 3.3 and 3.4; LIMoE, appendix A.
 
     Examples:
-        >>> schedule = ksm.training.WarmupSchedule(
-        ...     1e-3, 300_000, 10_000, decay="rsqrt", cooldown_steps=50_000
-        ... )
+        >>> decay = {"decay": "rsqrt", "cooldown_steps": 50_000}
+        >>> schedule = ksm.training.WarmupSchedule(1e-3, 300_000, 10_000, **decay)
         >>> [round(float(schedule(step)), 6) for step in (10_000, 20_000, 300_000)]
         [0.001, 0.000707, 0.0]
     """
@@ -60,9 +57,8 @@ class WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
         cooldown_steps: int = 0,
     ):
         check_choice("decay", decay, ("linear", "cosine", "rsqrt"))
-        check_numbers(
-            over=0, peak_learning_rate=peak_learning_rate, timescale=timescale
-        )
+        check_numbers(over=0, peak_learning_rate=peak_learning_rate)
+        check_numbers(over=0, timescale=timescale)
         check_numbers(
             least=0,
             total_steps=total_steps,
@@ -129,6 +125,5 @@ class WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
         return self.end_learning_rate + span * left
 
     def get_config(self):
-        return {
-            name: getattr(self, name) for name in keyword_names(type(self).__init__)
-        }
+        names = keyword_names(type(self).__init__)
+        return {name: getattr(self, name) for name in names}

@@ -38,14 +38,12 @@ def greedy_soup(
 
     Args:
         model: a built `keras.Model`.
-        checkpoints: list of files that `model.save_weights` or `model.save` wrote, or
-            of lists of arrays like `model.get_weights()`.
+        checkpoints: list of files of weights or models, or of `model.get_weights()`.
         score: callable from the model to a float, better if higher, on data that were
             held out. It is called up to `len(checkpoints) * max_size` times.
         max_size: int, parts of the soup at most. LIMoE-H/14's has eight.
 
-    Source: LIMoE, appendix A.3 ("Checkpoint souping"), after Wortsman et al. 2022
-    (model soups), section 2.
+    Source: LIMoE, appendix A.3; Wortsman et al. 2022 (model soups), section 2.
 
     Examples:
         >>> classifier.compile("sgd")
@@ -129,7 +127,6 @@ def _as_number(value, index):
         number = math.nan
     if math.isnan(number):
         raise ValueError(
-            f"`score` must return one number. Received: {value!r} with checkpoint "
-            f"{index}."
+            f"`score` returns one number. Received: {value!r} with checkpoint {index}."
         )
     return number

@@ -29,8 +29,7 @@ NUM_TOKENS = 4
     ],
 )
 def test_demand(cls, load, dropped):
-    wanted = np.array([[0, 0, 0, 1], [0, 0, 2, 2]])
-    x = 3.0 * np.eye(3, dtype="float32")[wanted]
+    x = 3.0 * np.eye(3, dtype="float32")[np.array([[0, 0, 0, 1], [0, 0, 2, 2]])]
     inputs = keras.Input((NUM_TOKENS, 3))
     # One slot for each of three experts in an image
     layer = layers.MoE(cls(3, capacity_factor=0.75), 8, group_images=1, name="moe")

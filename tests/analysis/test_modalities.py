@@ -28,8 +28,7 @@ def backbone():
 @pytest.fixture(autouse=True)
 def few_bins(monkeypatch):
     """Several places of a queue in a bin, also where queues are short."""
-    name = "keras_softmoe.analysis.modalities._BINS_OF_EVEN_QUEUE"
-    monkeypatch.setattr(name, 1)
+    monkeypatch.setattr("keras_softmoe.analysis.modalities._BINS_OF_EVEN_QUEUE", 1)
 
 
 def statistics_of(backbone, images, token_ids, **kwargs):

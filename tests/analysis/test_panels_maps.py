@@ -66,8 +66,7 @@ def test_slots_are_drawn_where_they_take():
             assert drawn.norm is axes[0, 1].get_images()[-1].norm
     # An even share is in the middle of a scale of ratios.
     np.testing.assert_allclose(drawn.norm([0.25, 0.5, 1, 2, 4]), np.linspace(0, 1, 5))
-    scale = figure.axes[-1]
-    assert tick_names(scale.yaxis) == ["0.25", "0.5", "1 (even)", "2", "4"]
+    assert tick_names(figure.axes[-1].yaxis) == ["0.25", "0.5", "1 (even)", "2", "4"]
     assert "block 0" in figure.get_suptitle()
 
 
@@ -137,8 +136,7 @@ def test_experts_are_drawn_where_they_work():
         (hatched,) = ax.collections
         covered = ~np.ma.getmaskarray(hatched.get_array())
         np.testing.assert_array_equal(covered, dropped_here)
-    bars = [bar.get_width() for bar in figure.axes[-1].patches]
-    assert bars == [
+    assert [bar.get_width() for bar in figure.axes[-1].patches] == [
         *((experts == expert).sum() for expert in range(4)),
         *((experts == expert)[clear].sum() for expert in range(4)),
         dropped,
@@ -220,16 +218,14 @@ def maps_of_pair(
 def test_pair():
     given = maps_of_pair([[4, -1, 4], [4, 4, 2]], [0, 4, 4, 0, 0])
     figure = given.plot("pair", index=1)
-    titles = [ax.get_title() for ax in figure.axes]
-    assert titles == [
+    assert [ax.get_title() for ax in figure.axes] == [
         "image and caption",
         "expert 0",
         "expert 2",
         "expert 4",
         "dropped",
     ]
-    below = [ax.get_xlabel() for ax in figure.axes]
-    assert below == [
+    assert [ax.get_xlabel() for ax in figure.axes] == [
         "a · red · -s ·\n<pad>\u00a0×2",
         "a · <pad>\u00a0×2",
         "no text",

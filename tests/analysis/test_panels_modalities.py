@@ -23,8 +23,7 @@ def hex_color(artist):
 )
 @pytest.mark.parametrize("modalities", [("image", "text"), ("image",), ("text",)])
 def test_every_modality_can_be_drawn(name, modalities):
-    given = statistics(modalities=modalities)
-    figure = plot(name, given)
+    figure = plot(name, statistics(modalities=modalities))
     if len(modalities) == 2:
         # Saving takes longest.
         assert png(figure).startswith(b"\x89PNG")
@@ -71,8 +70,7 @@ def test_a_capacity_far_above_is_written():
 
 def test_confidence():
     given = statistics((1, 3))
-    figure = plot("confidence", given)
-    (ax,) = figure.axes
+    (ax,) = plot("confidence", given).axes
     found = lines(ax)
     for name in ("text", "image"):
         points, spread = found[name]
@@ -163,11 +161,9 @@ def test_trajectories():
     given = statistics((1, 3, 5))
     given[1].transitions["text"][:] = 0
     given[1].transitions["text"][2, 0] = given[1].num_tokens["text"] * 4 // 5
-    figure = plot("trajectories", given, least=0.03)
-    (ax,) = figure.axes
+    (ax,) = plot("trajectories", given, least=0.03).axes
     # The widest line there is room for.
-    widest = 8
-    full = widest / (given[1].transitions["text"][2, 0] / given[1].num_tokens["text"])
+    full = 8 / (given[1].transitions["text"][2, 0] / given[1].num_tokens["text"])
     expected = set()
     for column, layer in enumerate((1, 3)):
         for name, color in (("text", BLUE), ("image", RED)):

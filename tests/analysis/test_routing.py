@@ -166,8 +166,7 @@ def test_without_matplotlib(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("settings", [{}, {"router": tiny.SPARSE, "group_images": 2}])
 def test_printed_it_is_a_short_table(settings):
-    model = tiny.backbone(**settings)
-    routing = analysis.analyze(model, tiny.images(4), verbose=0)
+    routing = analysis.analyze(tiny.backbone(**settings), tiny.images(4), verbose=0)
     many = routing._replace(
         blocks={i: routing.blocks[1] for i in range(24)},
         soft={i: s for s in routing.soft.values() for i in range(24)},

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import analysis, layers, routers
-from keras_softmoe.analysis.panels_soft import BANDS
+from keras_softmoe.analysis.panels_blocks import BANDS
 from keras_softmoe.analysis.soft import (
     NUM_BINS,
     TOKEN_WEIGHT_EDGES,
@@ -194,8 +194,7 @@ def own_model():
     """A user's model: two soft layers, one that chooses, and a name given twice."""
     inputs = keras.Input((NUM_TOKENS, 6))
     x = inputs + layers.SoftMoE(3, 8, slots_per_expert=2, name="mixed")(inputs)
-    choosing = routers.SoftmaxTokenChoiceRouter(2)
-    x = x + layers.MoE(choosing, 8)(x)
+    x = x + layers.MoE(routers.SoftmaxTokenChoiceRouter(2), 8)(x)
     x = x + layers.MoE(routers.SoftRouter(2), 8, name="grouped", group_images=2)(x)
     return keras.Model(inputs, x)
 
@@ -213,8 +212,7 @@ def test_a_model_of_ones_own_and_every_kind_of_data():
         Rows(x),
         [keras.ops.convert_to_tensor(part) for part in (x[:2], x[2:])],
     ):
-        found = analysis.analyze(model, data, verbose=0).soft
-        assert_equal(found, expected)
+        assert_equal(analysis.analyze(model, data, verbose=0).soft, expected)
     doubled = analysis.analyze(
         model, x / 2, batch_size=2, preprocessor=lambda batch: batch * 2, verbose=0
     ).soft
@@ -232,8 +230,7 @@ def test_dict_inputs():
     }
     (block,) = analysis.analyze(model, data, batch_size=2, verbose=0).soft.values()
     tokens = data["a"] + data["b"][:, None]
-    decision = model.get_layer("moe").moe.router(tokens)
-    combine = to_numpy(decision.routing.combine)
+    combine = to_numpy(model.get_layer("moe").moe.router(tokens).routing.combine)
     np.testing.assert_allclose(
         block.slot_contribution, combine.mean(axis=(0, 1)), rtol=1e-5
     )
@@ -312,9 +309,8 @@ def test_cosines_of_all_pairs(backbone, found):
 
 
 def test_one_slot_or_one_expert(found):
-    directions = np.eye(4, dtype="float32")
     one_slot = found[0]._replace(
-        slot_directions=directions, slot_contribution=np.ones((4, 1))
+        slot_directions=np.eye(4, dtype="float32"), slot_contribution=np.ones((4, 1))
     )
     assert np.isnan(one_slot.cosine_within_experts)
     assert one_slot.cosine_between_experts == 0

@@ -19,12 +19,11 @@ from tests.support import tiny, tiny_limoe
 
 
 def test_blocks_and_their_settings():
-    other = routers.SoftRouter(3)
     found = architecture.ViT.of(
         {
             **VIT,
             "moe_layers": (0, 1),
-            "router": [ROUTER, other],
+            "router": [ROUTER, routers.SoftRouter(3)],
             "group_images": 3,
             "dtype": "bfloat16",
             "activation": "gelu",

@@ -64,8 +64,7 @@ def test_flat_and_back(cls):
     assert cls.of(found.flat()) == found
     with pytest.raises(dataclasses.FrozenInstanceError):
         found.dtype = "float16"
-    changed = found.replace(dtype="bfloat16")
-    assert (changed.dtype, found.dtype) == ("bfloat16", None)
+    assert (found.replace(dtype="bfloat16").dtype, found.dtype) == ("bfloat16", None)
 
 
 def test_sizes_are_kept_in_one_form():

@@ -58,9 +58,8 @@ def test_every_router_of_the_study_is_there():
         assert len(names) == 7
         for name in names:
             assert all_metadata()[name]["dense_twin"] == f"vmoe_dense_{model}_224"
-            is_soft = name.startswith("soft_moe")
             assert len(all_metadata()[name].get("settings", [])) == (
-                0 if is_soft else 2
+                0 if name.startswith("soft_moe") else 2
             )
 
 
@@ -139,5 +138,4 @@ def test_presets_can_be_loaded(name):
         small["moe_layers"] = (0,)
     model = models.ViTMoEBackbone.from_preset(name, load_weights=False, **small)
     assert cost(name, **small).parameters == model.count_params()
-    converter = models.ViTMoEImageConverter.from_preset(name)
-    assert converter.image_size == (224, 224)
+    assert models.ViTMoEImageConverter.from_preset(name).image_size == (224, 224)

@@ -155,7 +155,6 @@ def test_presets_can_be_loaded(name, small):
         preprocessor=models.LIMoEPreprocessor(models.LIMoETokenizer(proto), converter),
     )
     assert cost(preset).parameters == model.count_params()
-    width = arguments(name)["embedding_dim"]
-    assert model.encode_text(captions).shape == (3, width)
+    assert model.encode_text(captions).shape == (3, arguments(name)["embedding_dim"])
     with pytest.raises(ValueError, match="never released"):
         models.LIMoEContrastive.from_preset(name)

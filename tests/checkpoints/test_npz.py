@@ -202,8 +202,7 @@ def test_big_vision(tmp_path, pooling, stacked):
     if pooling == "token":
         table = model.backbone.get_layer("position_embedding").embedding
         table.assign(to_numpy(table) * np.array([[[0.0]] + [[1.0]] * 4]))
-    params = converters.to_vmoe_params(model)
-    arrays = big_vision(params, stacked)
+    arrays = big_vision(converters.to_vmoe_params(model), stacked)
     assert ("params/Transformer/encoderblock/LayerNorm_0/scale" in arrays) == stacked
     np.savez(tmp_path / "model.npz", **arrays)
     loaded = converters.dense_model(tmp_path / "model.npz")
@@ -220,8 +219,7 @@ def test_tower_of_siglip(tmp_path):
     arrays |= {"params/t": np.zeros(1), "params/txt/head/bias": np.zeros(3)}
     arrays |= {"opt/0/count": np.zeros(1)}
     np.savez(tmp_path / "siglip.npz", **arrays)
-    loaded = converters.dense_model(tmp_path / "siglip.npz")
-    assert_same_weights(loaded, model)
+    assert_same_weights(converters.dense_model(tmp_path / "siglip.npz"), model)
     # Each of its arrays can be read again.
     checkpoint = converters.read_checkpoint(tmp_path / "siglip.npz")
     np.testing.assert_equal(dict(checkpoint), dict(checkpoint))
@@ -266,8 +264,7 @@ def original_and_some(tmp_path, params):
 
 
 def stacked_and_some(tmp_path, params):
-    model = tiny.backbone(pooling="map", **tiny.DENSE)
-    params = converters.to_vmoe_params(model)
+    params = converters.to_vmoe_params(tiny.backbone(pooling="map", **tiny.DENSE))
     kept = ("LayerNorm_0", "Mlp/Dense_0/bias", "MapHead/probe", "embedding/bias")
     some = {
         name: array for name, array in params.items() if any(k in name for k in kept)

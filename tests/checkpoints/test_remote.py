@@ -1,6 +1,6 @@
 """Files on the web are downloaded. The server runs here.
 
-Covers `checkpoints/downloads.py`.
+Covers `checkpoints/formats.py`.
 """
 
 import socket
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import checkpoints, converters
-from keras_softmoe.checkpoints import downloads as remote
+from keras_softmoe.checkpoints import formats as remote
 from tests.support import checkpoint_writer as writer, safetensors_file, server
 
 ARRAYS = {"a": np.arange(12, dtype="float32"), "b": np.ones((3, 4), "float32")}
@@ -53,8 +53,7 @@ def test_download_of_one_file(web, tmp_path, capsys, verbose):
     np.savez(folder / "vit.npz", **ARRAYS)
     copy = checkpoints.download_checkpoint(f"{url}/vit.npz", tmp_path, verbose)
     assert copy == str(tmp_path / "vit.npz")
-    content = (folder / "vit.npz").read_bytes()
-    assert (tmp_path / "vit.npz").read_bytes() == content
+    assert (tmp_path / "vit.npz").read_bytes() == (folder / "vit.npz").read_bytes()
     output = capsys.readouterr().out
     assert ("Downloading data from" in output) == bool(verbose)
 

@@ -152,8 +152,7 @@ def test_nothing_is_kept_and_what_is_gone_is_missed(tmp_path):
     prefix = tmp_path / "ckpt"
     writer.write_checkpoint(prefix, ARRAYS)
     checkpoint = checkpoints.read_checkpoint(prefix)
-    first = checkpoint["mask"]
-    first[:] = False
+    checkpoint["mask"][:] = False
     assert checkpoint["mask"].any()
     data = tmp_path / "ckpt.data-00000-of-00001"
     os.truncate(data, 10)

@@ -4,7 +4,7 @@ import keras
 import pytest
 
 from keras_softmoe import distribution, layers
-from keras_softmoe.keras_adapter.distributions import backend_distributes
+from keras_softmoe.keras_adapter.data import backend_distributes
 from tests.distribution.conftest import jax_only
 from tests.skips import only_on
 

@@ -79,8 +79,6 @@ def test_what_moves_on_each_mesh():
     }
     one_axis = found.meshes[-1]
     assert one_axis.moved == 4 * 16 * 8 * 4 + mu + others
-    # Of 8 parts one stays at home; a sum goes around the ring twice.
-    assert one_axis.sent == (4 * 16 * 8 * 4 + 2 * mu + 2 * others) * 7 // 8
     alone = plan(model, 1, 1e9).meshes
     assert [mesh.transfers for mesh in alone] == [()]
 
@@ -152,9 +150,8 @@ def test_the_plan_says_what_pairs_send(found_more):
 )
 def test_the_plan_says_what_cut_dense_kernels_send(found_more, placement, shape):
     told = found_more["dense_part"][placement]["collectives"]
-    model = tiny_models.backbone("soft", num_layers=2, moe_layers=(1,))
     planned = plan(
-        model,
+        tiny_models.backbone("soft", num_layers=2, moe_layers=(1,)),
         DEVICES,
         1e9,
         batch_size=tiny_models.BATCH,

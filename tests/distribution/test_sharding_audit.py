@@ -32,8 +32,7 @@ def rules(layouts, shape=(8,)):
 
 
 def backbone(num_experts=8, **changes):
-    router = routers.SoftRouter(num_experts)
-    return tiny.backbone(**{"router": router, **changes})
+    return tiny.backbone(**{"router": routers.SoftRouter(num_experts), **changes})
 
 
 def problems(model, placed):
@@ -111,8 +110,7 @@ def test_layers_whose_slots_no_rule_lays_out_are_named():
 
 def test_replicas_are_no_problem_where_they_are_meant():
     model = backbone()
-    placed = keras.distribution.DataParallel(device_mesh=mesh(8))
-    rows = audit(model, placed).rows
+    rows = audit(model, keras.distribution.DataParallel(device_mesh=mesh(8))).rows
     assert [row.path for row in rows] == [v.path for v in model.variables]
     assert sum(row.is_expert for row in rows) == 5
 

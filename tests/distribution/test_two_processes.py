@@ -49,8 +49,7 @@ def killed(tmp_path_factory):
     results = tmp_path_factory.mktemp("two_processes")
     codes = train(results, 2, kill_after=KILLED_AFTER)
     assert all(code < 0 for code in codes)
-    left = [path.name for path in (results / "backup").iterdir()]
-    assert left == ["training.h5"]
+    assert [path.name for path in (results / "backup").iterdir()] == ["training.h5"]
     return results
 
 

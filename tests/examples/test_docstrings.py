@@ -53,8 +53,7 @@ def set_up(folder):
     def names_in(module):
         if module not in modules:
             modules[module] = dict(docstrings.AT_HAND)
-            text = getattr(ksm, module).__doc__
-            docstrings.execute(module, text, modules[module])
+            docstrings.execute(module, getattr(ksm, module).__doc__, modules[module])
         return dict(modules[module])
 
     return names_in

@@ -20,8 +20,7 @@ def backend_of(name):
 
 
 def on_its_backend(name):
-    mark = only_on(backend_of(name), because="page")
-    return pytest.param(name, marks=mark)
+    return pytest.param(name, marks=only_on(backend_of(name), because="page"))
 
 
 class TwoBatches(keras.callbacks.Callback):

@@ -100,8 +100,7 @@ def test_program(tmp_path):
     assert name in card
     assert all(f"\n| {seed} | 0." in card for seed in SMOKE.seeds)
     classifier = ksm.models.ViTMoEImageClassifier.from_preset(str(directory))
-    router = classifier.backbone.router
-    assert type(router) is ksm.routers.SoftmaxTokenChoiceRouter
+    assert type(classifier.backbone.router) is ksm.routers.SoftmaxTokenChoiceRouter
     images, labels = Letters(load_bank(work, SMOKE.candidates), "anywhere").take(
         SMOKE.test_images, 7
     )

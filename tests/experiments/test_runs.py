@@ -40,9 +40,8 @@ def test_a_damaged_file_is_named(tmp_path):
 
 
 def test_the_rate_rises_and_falls():
-    optimizer = runs.adamw(0.1, 30, 10, 0.01)
     rate = keras.optimizers.schedules.deserialize(
-        optimizer.get_config()["learning_rate"]
+        runs.adamw(0.1, 30, 10, 0.01).get_config()["learning_rate"]
     )
     found = [float(keras.ops.convert_to_numpy(rate(s))) for s in (0, 5, 10, 20, 30)]
     assert_near(found, [0, 0.05, 0.1, 0.05, 0], atol=1e-8)

@@ -38,8 +38,7 @@ def test_layer(router, group_images, dispatcher):
 def test_all_losses():
     """The load loss too, which Keras' `min` would refuse."""
     router = routers.SoftmaxTokenChoiceRouter(4, noise_std=1.0)
-    tokens = np.zeros(SHAPE, "float32")
-    decision = router(tokens, training=True)
+    decision = router(np.zeros(SHAPE, "float32"), training=True)
     assert tuple(decision.summary["auxiliary_loss"].shape) == (0,)
     (loss,) = router.losses
     assert to_numpy(loss) == 0

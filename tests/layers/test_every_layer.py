@@ -163,8 +163,7 @@ def test_layer(name):
 
 
 def test_token_embedding():
-    make = functools.partial(TokenEmbedding, 11, 6, 8)
-    check_layer(make, (6,), TOKENS, 2, ids=11)
+    check_layer(functools.partial(TokenEmbedding, 11, 6, 8), (6,), TOKENS, 2, ids=11)
 
 
 @pytest.mark.parametrize(

@@ -102,8 +102,7 @@ def test_fans_are_those_of_one_expert(equal_experts):
         for expert in kernel:
             # 960 uniform numbers: the deviation is known to some 1.5 %
             np.testing.assert_allclose(expert.std(), bound / np.sqrt(3), rtol=0.08)
-        bias = to_numpy(bank.bias)
-        assert 0.5e-6 < bias.std() < 2e-6
+        assert 0.5e-6 < to_numpy(bank.bias).std() < 2e-6
 
 
 @pytest.mark.parametrize("equal_experts", [False, True])

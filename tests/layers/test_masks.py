@@ -152,8 +152,7 @@ def test_statistics_leave_masked_tokens_out(router):
     for name, values in decision.summary.items():
         assert np.isfinite(to_numpy(values)).all(), name
     if router == "soft":
-        weights = to_numpy(decision.routing.dispatch)
-        assert not weights[~mask].any()
+        assert not to_numpy(decision.routing.dispatch)[~mask].any()
     else:
         assert not to_numpy(decision.summary["dropped"])[~mask].any()
         # Half of 12 tokens for 4 experts: 1.5, which is 2; of 16 it would be as many.
@@ -245,8 +244,7 @@ def test_mask_of_an_embedding_arrives():
     short = keras.Sequential([keras.Input((3,), dtype="int32"), *model.layers[1:]])
     text = np.array([[1, 2, 3], [4, 5, 6]])
     expected = outputs(short, text)
-    found = outputs(model, np.pad(text, ((0, 0), (0, 3))))
-    assert_near(found, expected, atol=1e-6)
+    assert_near(outputs(model, np.pad(text, ((0, 0), (0, 3)))), expected, atol=1e-6)
 
 
 TEXT = {**tiny.SIZES_OF_BLOCKS, "vocabulary_size": 20, "moe_layers": (1,)}
@@ -274,12 +272,10 @@ def test_text_tower(pooling):
     text = np.array([[1, 2, 3, 4], [5, 6, 7, 1]])
     expected = outputs(short, text)["pooled_output"]
     # The third text is empty.
-    longer = np.pad(text, ((0, 1), (0, 4)))
-    found = outputs(long, longer)["pooled_output"]
+    found = outputs(long, np.pad(text, ((0, 1), (0, 4))))["pooled_output"]
     assert_near(found[:2], expected, atol=1e-5)
     assert np.isfinite(found).all()
-    again = models.TextMoEBackbone.from_config(long.get_config())
-    assert again.mask_padding
+    assert models.TextMoEBackbone.from_config(long.get_config()).mask_padding
 
 
 def test_limoe_masks_padding_on_request():
@@ -306,8 +302,7 @@ def test_limoe_masks_padding_on_request():
     plain = models.LIMoEBackbone(
         sequence_length=8, **{**settings, "mask_padding": False}
     )
-    decision = plain.route(images, padding)[1]
-    assert to_numpy(decision.summary["valid"]).all()
+    assert to_numpy(plain.route(images, padding)[1].summary["valid"]).all()
 
 
 # === Several axes of tokens ===

@@ -49,5 +49,4 @@ def test_one_graph_in_training(name):
     if name == "bias":
         # It moved in the first call.
         layer.router.bias.assign(0 * layer.router.bias)
-    expected = to_numpy(outputs(x))
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(found, to_numpy(outputs(x)), rtol=1e-5)

@@ -174,9 +174,8 @@ def test_whole_images_are_routed(name):
         means = x.sum((1, 2)) / np.maximum(mask.sum((1, 2)), 1)[:, None]
         logits = np.zeros((6, NUM_EXPERTS))
         logits[:5] = means @ to_numpy(layer.router.kernel)
-        probabilities = to_numpy(decision.summary["probabilities"]).reshape(6, -1)
         np.testing.assert_allclose(
-            probabilities[valid.ravel()],
+            to_numpy(decision.summary["probabilities"]).reshape(6, -1)[valid.ravel()],
             twins.softmax(logits)[valid.ravel()],
             rtol=1e-4,
         )
@@ -200,8 +199,7 @@ def test_means_of_images_in_half_precision():
     """Sums of tokens are over the largest number of float16."""
     layer = layers.ImageMoE(ROUTERS["dropless"], 3, dtype="mixed_float16")
     inputs = normal((2, 600, WIDTH)) + 200
-    mask = np.ones((2, 600), "bool")
-    outputs = to_numpy(layer(inputs, mask=mask))
+    outputs = to_numpy(layer(inputs, mask=np.ones((2, 600), "bool")))
     assert np.isfinite(outputs).all()
     # To the last bit of float16: the sum is written in another way.
     assert_near(outputs, to_numpy(layer(inputs)), atol=2**-10)
@@ -243,8 +241,7 @@ def test_costs():
             (layers.ImageMoE, {"group_images": 2}),
         )
     )
-    of_shared = counted(layers.MLP(7), tokens)
-    assert np.subtract(shared, plain).tolist() == list(of_shared)
+    assert np.subtract(shared, plain).tolist() == list(counted(layers.MLP(7), tokens))
     # 24 rows by one kernel more of each expert
     more = [2 * (WIDTH + 1) * MLP_DIM, 24 * WIDTH * MLP_DIM]
     assert np.subtract(gate, plain).tolist() == more

@@ -24,8 +24,7 @@ def test_image_does_not_depend_on_its_batch(others):
     }[others]
     for position in (0, 6):
         batch = np.insert(rest, position, image[0], axis=0)
-        actual = to_numpy(layer(batch))[position]
-        assert_near(actual, alone[0], rtol=1e-5, atol=1e-5)
+        assert_near(to_numpy(layer(batch))[position], alone[0], rtol=1e-5, atol=1e-5)
 
 
 def test_slots_start_as_broad_averages():

@@ -49,8 +49,7 @@ def test_video(make, num_frames):
     inputs = keras.Input((num_frames, *TOKENS))
     outputs = keras.layers.TimeDistributed(layer)(inputs)
     assert outputs.shape == inputs.shape
-    model = keras.Model(inputs, outputs)
-    actual = model.predict(video, verbose=0)
+    actual = keras.Model(inputs, outputs).predict(video, verbose=0)
     by_frame = [to_numpy(layer(video[:, i])) for i in range(FRAMES)]
     assert_near(actual, np.stack(by_frame, 1), rtol=1e-5, atol=1e-6)
 

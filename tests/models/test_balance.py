@@ -68,8 +68,7 @@ def test_the_metric_is_the_loss_of_the_routers():
     ids=["dense", "soft", "experts choose"],
 )
 def test_no_metric_without_such_losses(settings):
-    model = classifier(**{"num_layers": 1, **settings})
-    assert set(fit(model)) == {"loss"}
+    assert set(fit(classifier(**{"num_layers": 1, **settings}))) == {"loss"}
 
 
 def test_pairs():

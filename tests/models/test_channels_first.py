@@ -107,14 +107,13 @@ def another_resolution():
 
 def recipe():
     """Batches with each layer of Keras in them; they draw their numbers anew."""
-    augmentation = training.Augmentation(num_operations=1, mixup_alpha=0.5)
     recipe = training.recipe(
         "finetuning",
         num_classes=3,
         steps=2,
         image_size=8,
         batch_size=4,
-        augmentation=augmentation,
+        augmentation=training.Augmentation(num_operations=1, mixup_alpha=0.5),
     )
     images, labels = next(iter(recipe.training_data((PIXELS, LABELS))))
     images, labels = next(iter(recipe.evaluation_data((PIXELS, LABELS))))
@@ -123,8 +122,7 @@ def recipe():
 
 def from_pixels():
     """What an exported file computes."""
-    model = FromPixels(tiny.classifier(), (None, *PIXELS.shape[1:]))
-    return to_numpy(model(PIXELS))
+    return to_numpy(FromPixels(tiny.classifier(), (None, *PIXELS.shape[1:]))(PIXELS))
 
 
 CASES = [
@@ -149,9 +147,8 @@ def test_numbers_are_those_of_channels_last(case, request):
     expected = case()
     request.getfixturevalue("channels_first")
     keras.utils.set_random_seed(0)
-    actual = case()
     keras.tree.map_structure(
-        lambda a, b: assert_near(a, b, rtol=1e-6, atol=1e-7), actual, expected
+        lambda a, b: assert_near(a, b, rtol=1e-6, atol=1e-7), case(), expected
     )
 
 
@@ -191,8 +188,7 @@ def test_sources_of_keras_hub(request):
         model = keras_hub.models.ViTImageClassifier(
             backbone, 3, preprocessor=preprocessor
         )
-        head = model.output_dense
-        head.kernel.assign(np.linspace(-1, 1, 24).reshape(8, 3))
+        model.output_dense.kernel.assign(np.linspace(-1, 1, 24).reshape(8, 3))
         return converters.dense_model(model)
 
     last = True

@@ -141,16 +141,14 @@ def test_other_settings(tmp_path):
     assert (router.priority, router.multiple_of) == ("max", None)
     assert loaded.backbone.group_images == 2
     assert loaded.backbone.dispatch_dtype is None
-    converter = loaded.preprocessor.image_converter
-    assert not converter.resizing.crop_to_aspect_ratio
+    assert not loaded.preprocessor.image_converter.resizing.crop_to_aspect_ratio
 
 
 def test_weights_are_stored_in_float32(tmp_path):
     keras.config.set_dtype_policy("bfloat16")
     target = convert(tiny.backbone(dtype="float32"), tmp_path)
     loaded = models.ViTMoEBackbone.from_preset(str(target), dtype="float32")
-    model = tiny.backbone(dtype="float32")
-    assert_same_weights(loaded, model)
+    assert_same_weights(loaded, tiny.backbone(dtype="float32"))
 
 
 def test_state_of_a_training(tmp_path):
@@ -163,8 +161,7 @@ def test_state_of_a_training(tmp_path):
     writer.write_checkpoint(tmp_path / "ckpt", state)
     target = tmp_path / "preset"
     converters.convert_vmoe_checkpoint(tmp_path / "ckpt", target, verbose=0)
-    loaded = models.ViTMoEBackbone.from_preset(str(target))
-    assert_same_weights(loaded, model)
+    assert_same_weights(models.ViTMoEBackbone.from_preset(str(target)), model)
 
 
 def test_progress_is_shown(tmp_path, capsys):

@@ -77,8 +77,7 @@ def test_converted_at_first_use(released, classifier, tmp_path, capsys):
     assert backbone.router.eval_capacity_factor == 2.0
     assert (backbone.group_images, backbone.dispatch_dtype) == (3, None)
     assert backbone.representation_dim is None
-    converter = model.preprocessor.image_converter
-    assert not converter.resizing.crop_to_aspect_ratio
+    assert not model.preprocessor.image_converter.resizing.crop_to_aspect_ratio
     assert "data-00001-of-00002" in capsys.readouterr().out
     # Nothing but the preset is kept, and it needs no file of the checkpoint.
     assert [path.name for path in (tmp_path / "keras").rglob("*vmoe*")] == [NAME]

@@ -320,17 +320,14 @@ def stream(x, y):
 
 
 def grain_dataset(x, y):
-    grain = needs("grain")
-    rows = list(zip(x, y, strict=True))
-    return grain.MapDataset.source(rows).batch(BATCH)
+    return needs("grain").MapDataset.source(list(zip(x, y, strict=True))).batch(BATCH)
 
 
 def grain_loader(x, y):
     grain = needs("grain")
-    sampler = grain.samplers.IndexSampler(len(x), num_epochs=1)
     return grain.DataLoader(
         data_source=list(zip(x, y, strict=True)),
-        sampler=sampler,
+        sampler=grain.samplers.IndexSampler(len(x), num_epochs=1),
         operations=[grain.transforms.Batch(BATCH)],
     )
 
@@ -454,8 +451,7 @@ def test_wrong_batches(model, x):
 
 def test_validation_split(model, x):
     history = model.fit(x, Y, validation_split=0.4, verbose=0).history
-    results = model.evaluate(x[6:], Y[6:], verbose=0)
-    assert_close(history["val_loss"][0], results[0])
+    assert_close(history["val_loss"][0], model.evaluate(x[6:], Y[6:], verbose=0)[0])
 
 
 @pytest.fixture(scope="module")

@@ -162,8 +162,7 @@ def test_what_will_be_loaded_is_not_drawn(tmp_path, monkeypatch):
 
     for cls in (keras.initializers.VarianceScaling, keras.initializers.RandomNormal):
         monkeypatch.setattr(cls, "__call__", draw)
-    revived = models.ViTMoEImageClassifier.from_preset(path)
-    assert_same_weights(revived, model)
+    assert_same_weights(models.ViTMoEImageClassifier.from_preset(path), model)
     for build in (
         lambda: models.ViTMoEImageClassifier.from_preset(path, load_weights=False),
         lambda: dense.build((None, 2)),
@@ -200,8 +199,7 @@ def test_other_resolution(tmp_path, pooling, image_shape):
         assert revived.preprocessor.image_size == image_shape[:2]
         assert tiny.predict(revived, tiny.pixels(2)).shape == (2, 3)
     # And from there: the grid that was saved last counts.
-    again = save(revived, tmp_path, "again")
-    other = models.ViTMoEBackbone.from_preset(again)
+    other = models.ViTMoEBackbone.from_preset(save(revived, tmp_path, "again"))
     np.testing.assert_allclose(
         to_numpy(other.get_layer("position_embedding").embedding), expected, rtol=1e-6
     )
@@ -229,8 +227,7 @@ def test_other_resolution_without_learned_positions(tmp_path):
     path = save(model, tmp_path)
     larger = models.ViTMoEBackbone.from_preset(path, image_shape=(12, 12, 3))
     assert_same_weights(larger, model)
-    x = tiny.images(2, (12, 12, 3))
-    assert larger(x)["sequence_output"].shape == (2, 10, 8)
+    assert larger(tiny.images(2, (12, 12, 3)))["sequence_output"].shape == (2, 10, 8)
 
 
 def test_other_routing(tmp_path):
@@ -263,8 +260,7 @@ def test_fine_tuning_and_saving_over(tmp_path):
     model = keras_hub.models.ImageClassifier.from_preset(path, num_classes=4)
     model.fit(tiny.pixels(8), np.arange(8) % 4, batch_size=4, verbose=0)
     save(model, tmp_path)
-    revived = models.ViTMoEImageClassifier.from_preset(path)
-    assert_same_weights(revived, model)
+    assert_same_weights(models.ViTMoEImageClassifier.from_preset(path), model)
     # What others put there stays, and nothing is left of the writing.
     assert (tmp_path / "preset" / "README.md").read_text() == "the card"
     assert [entry.name for entry in tmp_path.iterdir()] == ["preset"]
@@ -290,8 +286,7 @@ def test_several_files_of_weights(tmp_path):
         model.save_to_preset(str(path), max_shard_size=max_shard_size)
         several = len(list(path.glob("model*.weights.h5"))) > 1
         assert several == (max_shard_size < 1)
-        revived = models.ViTMoEBackbone.from_preset(str(path))
-        assert_same_weights(revived, model)
+        assert_same_weights(models.ViTMoEBackbone.from_preset(str(path)), model)
 
 
 def test_global_policy_at_loading(tmp_path):

@@ -39,8 +39,7 @@ def test_statistics(name):
         mlp_dim=2 * HIDDEN_DIM,
         **MODELS[name],
     )
-    classifier = models.ViTMoEImageClassifier(backbone, 50)
-    actual = converters.to_vmoe_params(classifier)
+    actual = converters.to_vmoe_params(models.ViTMoEImageClassifier(backbone, 50))
     assert set(actual) == set(expected)
     for key, statistics in expected.items():
         value = actual[key]

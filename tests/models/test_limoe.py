@@ -169,8 +169,7 @@ def test_route():
     "key, length", [("images", NUM_PATCHES), ("token_ids", LENGTH)]
 )
 def test_route_of_one_modality(key, length):
-    model = tiny_limoe.backbone()
-    decision = model.route(**{key: pairs()[key]})[1]
+    decision = tiny_limoe.backbone().route(**{key: pairs()[key]})[1]
     # Sixteen times the room is more than there are tokens.
     assert tuple(decision.routing.token.shape) == (2, 4, 2 * length)
     assert to_numpy(decision.routing.filled).sum() == BATCH * length
@@ -197,8 +196,7 @@ def test_mixed_precision():
     exact.set_weights(model.get_weights())
     expected = as_numpy(exact(pairs()))
     for name in EMBEDDINGS.values():
-        error = np.abs(to_numpy(outputs[name]) - expected[name])
-        assert np.median(error) < 0.05
+        assert np.median(np.abs(to_numpy(outputs[name]) - expected[name])) < 0.05
 
 
 def test_configuration_round_trip():

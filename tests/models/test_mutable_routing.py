@@ -27,8 +27,7 @@ CHANGES = [
 
 def fresh(model, **settings):
     """A newly built model with the weights of another and other settings."""
-    router = ROUTER.with_settings(**settings)
-    other = tiny.classifier(**{**MOE, "router": router})
+    other = tiny.classifier(**{**MOE, "router": ROUTER.with_settings(**settings)})
     other.set_weights(model.get_weights())
     return other
 
@@ -163,8 +162,7 @@ def test_groups_of_pairs():
     images, captions = tiny.pixels(4), tiny_limoe.captions(4)
 
     def encode(model):
-        pairs = tiny_limoe.pairs(4)
-        both = tiny.predict(model.backbone, pairs)
+        both = tiny.predict(model.backbone, tiny_limoe.pairs(4))
         return [
             both["image_embedding"],
             both["text_embedding"],

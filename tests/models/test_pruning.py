@@ -147,8 +147,7 @@ def test_disjoint_experts_stay_apart():
 
 
 def test_two_choices_of_the_kept_experts():
-    model = backbone(num_selected_experts=2)
-    pruned = models.prune_experts(model, USAGE, 3)
+    pruned = models.prune_experts(backbone(num_selected_experts=2), USAGE, 3)
     assert pruned.routers[1].num_selected_experts == 2
     load = to_numpy(pruned.route(token_ids=token_ids())[1].summary["load"])
     assert load.shape == (1, 3) and load.sum() == 2 * 20

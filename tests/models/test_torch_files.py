@@ -32,8 +32,7 @@ CASES = {
 
 def twin_of(case):
     kind, arguments = CASES[case]
-    arrays = torch_twin.state(kind, **arguments)
-    return kind, arrays, arguments.get("prefix", "")
+    return kind, torch_twin.state(kind, **arguments), arguments.get("prefix", "")
 
 
 def assert_computes(model, tokens, vector):

@@ -165,8 +165,7 @@ def test_each_weight_is_a_parameter_once(name, tmp_path, monkeypatch):
     assert [w.path for w in weights if w.value.grad is not None] == []
     # One more instance has other counters in its names.
     values = model.state_dict()
-    buffers = len(list(model.buffers()))
-    assert len(values) == len(weights) + len(own) + buffers
+    assert len(values) == len(weights) + len(own) + len(list(model.buffers()))
     other = MODELS[name]()
     with torch.no_grad():
         for parameter in other.parameters():

@@ -80,8 +80,7 @@ def test_frozen_parts_are_those_of_its_configuration(name):
     for part in [*parts, *model.weights][1::2]:
         part.trainable = False
     # What is frozen stands in the configuration.
-    revived = type(model).from_config(model.get_config())
-    assert flags(revived) == flags(model)
+    assert flags(type(model).from_config(model.get_config())) == flags(model)
     assert {flag for _, flag in flags(model)} == {True, False}
     # An argument of the constructor has the last word.
     frozen = type(model).from_config({**model.get_config(), "trainable": False})
@@ -167,8 +166,7 @@ def test_training_goes_on_from_a_file(tmp_path):
     before = [to_numpy(weight).copy() for weight in frozen]
     model.compile(keras.optimizers.Adam(0.01), metrics=[])
     fit(model)
-    revived = reloaded(model, tmp_path)
-    np.testing.assert_allclose(fit(revived), fit(model), rtol=1e-5)
+    np.testing.assert_allclose(fit(reloaded(model, tmp_path)), fit(model), rtol=1e-5)
     assert len(frozen) > 8
     assert_all_equal(frozen, before)
 
@@ -191,8 +189,7 @@ def test_presets_may_be_loaded_frozen(tmp_path):
 
 
 def test_a_locked_tower_may_be_unlocked_by_its_argument():
-    backbone = towers(freeze_image=True)
-    config = {**backbone.get_config(), "freeze_image": False}
+    config = {**towers(freeze_image=True).get_config(), "freeze_image": False}
     revived = models.TwoTowerBackbone.from_config(config)
     assert len(revived.trainable_weights) == len(revived.weights)
 

@@ -97,17 +97,15 @@ def test_names_of_the_other_parts():
     assert {name for name in params if name.startswith("MapHead")} == expected
     assert params["pre_logits/kernel"].shape == (8, 5)
     assert params["Encoder/encoderblock_1/Moe/Router/dense/kernel"].shape == (8, 4)
-    scale = params["Encoder/encoderblock_0/SelfAttention/query_ln/scale"]
-    assert scale.shape == (4,)
+    assert params["Encoder/encoderblock_0/SelfAttention/query_ln/scale"].shape == (4,)
 
 
 def test_values_arrive_where_they_belong():
     model = tiny.backbone()
     params = converters.to_vmoe_params(model)
-    experts = model.blocks[1].moe.experts
     np.testing.assert_array_equal(
         params["Encoder/encoderblock_1/Moe/Mlp/Dense_1/kernel"],
-        to_numpy(experts.output_dense.kernel),
+        to_numpy(model.blocks[1].moe.experts.output_dense.kernel),
     )
     np.testing.assert_array_equal(
         params["Encoder/encoderblock_0/LayerNorm_1/bias"],

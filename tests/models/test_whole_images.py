@@ -49,8 +49,7 @@ def test_whole_images_are_routed(family):
     of_mlps = {"ViT": 2 * 5 * 2 * 8 * 12, "MiT": 3 * _OF_MIT}[family]
     logits = 2 * 8 * 4 if family == "ViT" else (8 + 16) * 4
     assert costs[1] - costs[0] == pytest.approx(2e-9 * (of_mlps + logits))
-    same = converters.to_dense_model(sparse, x, verbose=0)
-    assert same.feature_difference < 1e-5
+    assert converters.to_dense_model(sparse, x, verbose=0).feature_difference < 1e-5
 
 
 def test_whole_images_where_they_cannot_be_routed():

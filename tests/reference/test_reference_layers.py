@@ -102,12 +102,11 @@ def sparse_router(case, config):
     if case.startswith("ec"):
         return routers.SoftmaxExpertChoiceRouter(config["E"], **arguments)
     weights = {f"{n}_loss_weight": w for n, w in config["loss_weights"].items()}
-    losses = references.losses_of(weights, noise_std=0.0)
     return routers.SoftmaxTokenChoiceRouter(
         config["E"],
         num_selected_experts=config["k"],
         priority="max" if config["batch_priority"] else "position",
-        losses=losses,
+        losses=references.losses_of(weights, noise_std=0.0),
         **arguments,
     )
 

@@ -101,7 +101,6 @@ def make_model(reference, params, noisy=False):
             "router": make_router(moe, noisy),
             "group_images": group_images,
         }
-    pooling = {"0": "first"}.get(model["classifier"], model["classifier"])
     backbone = models.ViTMoEBackbone(
         image_shape=(height, width, 3),
         patch_size=tuple(model["patch_size"]),
@@ -109,7 +108,7 @@ def make_model(reference, params, noisy=False):
         num_heads=encoder["num_heads"],
         hidden_dim=model["hidden_size"],
         mlp_dim=encoder["mlp_dim"],
-        pooling=pooling,
+        pooling={"0": "first"}.get(model["classifier"], model["classifier"]),
         position_embedding=position_embedding(reference, params),
         use_qk_norm=encoder["attention_qk_norm"],
         representation_dim=model["representation_size"],

@@ -149,8 +149,7 @@ class Program:
             for placement in ("one device", "2 x 4"):
                 keras.distribution.set_distribution(PLACEMENTS[placement]())
                 model = tiny.classifier(kind, group_images=2)
-                data = tiny.batches(4 * tiny.BATCH)
-                model.fit(data, verbose=0, shuffle=False)
+                model.fit(tiny.batches(4 * tiny.BATCH), verbose=0, shuffle=False)
                 (router,) = model.backbone.routers.values()
                 state = np.asarray(getattr(router, name))
                 told.setdefault(kind, []).append(state.tolist())
@@ -252,7 +251,8 @@ class Program:
             live = sum(v.value.addressable_shards[0].data.nbytes for v in of_experts)
             of_mu = model.get_layer("block_0").moe.router.mu.value
             live += of_mu.addressable_shards[0].data.nbytes
-            told[count] = [live, audit.expert_bytes_per_device]
+            of_experts = [row.bytes_per_device for row in audit.rows if row.is_expert]
+            told[count] = [live, sum(of_experts)]
         return told
 
     def presets(self):
@@ -299,8 +299,7 @@ class Program:
     def own_model(self):
         """A user's model around the layer: shards of its expert variables."""
         with distribution.expert_parallel().scope():
-            model = tiny.in_own_model()
-            rows = distribution.audit(model).rows
+            rows = distribution.audit(tiny.in_own_model()).rows
         return {row.path: row.shard_shape for row in rows if row.is_expert}
 
     def experts_of_any_layer(self):

@@ -180,8 +180,7 @@ def changes_of_gradients(fn, arrays, directions):
         import jax
 
         def along(known):
-            gradients = jax.grad(fn, argnums)(*known)
-            return sum(map(jax.numpy.vdot, gradients, directions))
+            return sum(map(jax.numpy.vdot, jax.grad(fn, argnums)(*known), directions))
 
         @jax.jit
         def both(*known):
@@ -194,8 +193,7 @@ def changes_of_gradients(fn, arrays, directions):
         import torch
 
         arrays, directions = tuple(_tensors(arrays)), tuple(_tensors(directions))
-        gradient = torch.func.grad(fn, argnums)
-        forward = torch.func.jvp(gradient, arrays, directions)[1]
+        forward = torch.func.jvp(torch.func.grad(fn, argnums), arrays, directions)[1]
         arrays = [x.requires_grad_() for x in arrays]
         gradients = torch.autograd.grad(fn(*arrays), arrays, create_graph=True)
         total = sum((g * d).sum() for g, d in zip(gradients, directions, strict=True))

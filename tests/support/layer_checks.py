@@ -172,8 +172,7 @@ def check_mixed_precision(make, shape, ids=None):
     exact = make()
     exact.build(inputs.shape)
     exact.set_weights(layer.get_weights())
-    error = np.abs(to_numpy(outputs) - to_numpy(exact(inputs)))
-    assert np.median(error) < 0.05
+    assert np.median(np.abs(to_numpy(outputs) - to_numpy(exact(inputs)))) < 0.05
 
 
 def check_training_step(make, shape, output_shape, ids=None):

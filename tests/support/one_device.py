@@ -24,8 +24,7 @@ def like(x):
 def move(layer):
     """Give a layer weights on the device."""
     for variable in layer.variables:
-        value = like(variable.value)
-        variable._value = torch.nn.Parameter(value, variable.trainable)
+        variable._value = torch.nn.Parameter(like(variable.value), variable.trainable)
 
 
 def call(name, training, has_mask, group_images):

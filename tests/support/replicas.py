@@ -74,8 +74,7 @@ def on_tensorflow():
         return losses.values
 
     mirrored = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-    alone = tf.distribute.get_strategy()
-    return [train(alone), train(mirrored)]
+    return [train(tf.distribute.get_strategy()), train(mirrored)]
 
 
 def on_torch():

@@ -97,10 +97,9 @@ def test_recipe(name, pairs, vocabulary):
         trained = {path.partition("/")[0] for path in values(model)}
         assert ("patch_embedding" in trained) == ("frozen" not in name)
     recipe.compile(model)
-    validation = recipe.evaluation_data(pairs)
     history = model.fit(
         recipe.training_data(pairs),
-        validation_data=validation,
+        validation_data=recipe.evaluation_data(pairs),
         verbose=0,
         **recipe.fit_arguments,
     ).history
@@ -120,8 +119,7 @@ def test_decay_is_decoupled_from_the_rate(peak, vocabulary):
     # Large enough to be seen in float32.
     for variable in variables:
         variable.assign(np.ones(variable.shape))
-    zeros = [keras.ops.zeros(v.shape) for v in variables]
-    model.optimizer.apply(zeros, variables)
+    model.optimizer.apply([keras.ops.zeros(v.shape) for v in variables], variables)
     for variable in variables:
         lost = DECAY if variable.path.endswith("kernel") else 0.0
         np.testing.assert_allclose(

@@ -46,8 +46,7 @@ def step_of_the_router(weight, wrap):
     model = student(weight)
     kernel = model.backbone.router.kernel
     before = to_numpy(kernel)
-    wrapped = wrap(model)
-    wrapped.fit(tiny.images(4), tiny.labels(4), batch_size=4, verbose=0)
+    wrap(model).fit(tiny.images(4), tiny.labels(4), batch_size=4, verbose=0)
     return to_numpy(kernel) - before
 
 

@@ -87,13 +87,11 @@ def test_rand_augment_and_mixup():
     assert np.isfinite(x).all() and x.min() >= 0 and x.max() <= 255.001
     # Mixed labels keep their sum; some are mixed, and not all by the same weight.
     np.testing.assert_allclose(y.sum(-1), 1.0, rtol=1e-5)
-    mixed = y.max(-1)[y.max(-1) < 0.999]
-    assert len(np.unique(mixed.round(3))) > 3
+    assert len(np.unique(y.max(-1)[y.max(-1) < 0.999].round(3))) > 3
 
 
 def test_rand_augment_differs_from_image_to_image():
-    image = make_data(1)[0][0]
-    data = (np.stack([image] * 4), np.zeros(4, int))
+    data = (np.stack([make_data(1)[0][0]] * 4), np.zeros(4, int))
     augmentation = training.Augmentation(
         crop=False, flip=False, num_operations=1, magnitude=10
     )
@@ -103,8 +101,7 @@ def test_rand_augment_differs_from_image_to_image():
 
 def equalized(channel):
     """A channel with its brightnesses spread evenly, in NumPy."""
-    counts = np.bincount(channel.astype(int).ravel(), minlength=256)
-    below = np.cumsum(counts)
+    below = np.cumsum(np.bincount(channel.astype(int).ravel(), minlength=256))
     least = below[below > 0][0]
     if below[-1] == least:
         return channel
@@ -228,8 +225,7 @@ def test_images_are_augmented_and_captions_are_not():
 
 def test_evaluation_leaves_out_pairs_that_fill_no_batch():
     images, captions = make_pairs(10)
-    recipe = make_pair_recipe("light0")
-    x, y = first(recipe.evaluation_data((images, captions)), 5)
+    x, y = first(make_pair_recipe("light0").evaluation_data((images, captions)), 5)
     np.testing.assert_array_equal(x, images[:8])
     assert [caption.decode() for caption in y] == captions[:8]
 
