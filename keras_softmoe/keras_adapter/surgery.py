@@ -98,6 +98,41 @@ def forget_calls(layer):
     layer._inbound_nodes.clear()
 
 
+def share_weights(source, model):
+    """Give a model that was built `without_values` the variables of an equal one.
+
+    Would be replaced by: layers that are built with given variables.
+    """
+    pairs = ([m, *(layer for _, layer, _ in sublayers(m))] for m in (source, model))
+    for old, new in zip(*pairs, strict=True):
+        new._trainable = old._trainable
+        for a, b in zip(old._seed_generators, new._seed_generators, strict=True):
+            b.state = a.state
+        given = {}
+        for name in ("trainable_variables", "non_trainable_variables"):
+            olds, news = (getattr(layer, f"_{name}") for layer in (old, new))
+            shapes = [[tuple(v.shape) for v in variables] for variables in (olds, news)]
+            if type(old).__name__ != type(new).__name__ or shapes[0] != shapes[1]:
+                raise ValueError(
+                    f"A `{type(source).__name__}` must have the layers that its "
+                    f"configuration tells. Received: {old.path!r} with weights of "
+                    f"shapes {shapes[0]} instead of {shapes[1]}."
+                )
+            given |= {id(b): a for a, b in zip(olds, news, strict=True)}
+            news[:] = olds
+            new._tracker.stored_ids[name] = {id(v) for v in olds}
+        for name, value in vars(new).items():
+            vars(new)[name] = given.get(id(value), value)
+        # Configurations of KerasHub lack some settings, and paths have counters.
+        for name, value in vars(old).items():
+            is_setting = isinstance(value, bool | int | float | str)
+            if is_setting and (name == "_path" or not name.startswith("_")):
+                vars(new)[name] = value
+    if keras.backend.backend() == "torch":
+        for layer in model._flatten_layers():
+            layer._track_variables()
+
+
 def renew_parameters(model):
     """Register weights anew. Would be replaced by: lists that follow the variables."""
     if keras.backend.backend() == "torch":

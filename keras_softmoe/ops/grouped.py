@@ -25,19 +25,23 @@ _SMALL = 2**19
 _FEWEST = 16
 
 
-def grouped_affine(rows, kernel, bias, count):
+def grouped_affine(rows, kernel, bias=None, count=None):
     """Return `matmul(rows, kernel[e]) + bias[e]` for the rows of each expert `e`.
 
     Args:
         rows: `(N, D)` tensor: first those of expert 0, then those of expert 1, ...
         kernel: `(E, D, H)` tensor.
-        bias: `(E, 1, H)` tensor.
+        bias: `(E, 1, H)` tensor, or `None`.
         count: `(E,)` int32 tensor, rows of each expert. They add up to `N`.
 
     Returns:
         `(N, H)` tensor.
     """
-    rows, kernel, bias = map(ops.convert_to_tensor, (rows, kernel, bias))
+    rows, kernel = map(ops.convert_to_tensor, (rows, kernel))
+    if bias is not None:
+        bias = ops.convert_to_tensor(bias)
+    elif keras.backend.backend() == "tensorflow":
+        bias = ops.zeros((kernel.shape[0], 1, kernel.shape[2]), rows.dtype)
     return _GROUPED_AFFINE[keras.backend.backend()](rows, kernel, bias, count)
 
 
@@ -68,8 +72,10 @@ def map_experts(all_at_once, stages, rows, weights, count):
         if is_eager and rows.device.type == "cpu" and not is_small:
             results = []
             for e, x in enumerate(rows.split(count.tolist())):
-                own = [[w[e : e + 1] for w in of_stage] for of_stage in weights]
-                results.append(_chain(stages, x[None], own)[-1][0])
+                # The last one also gives no rows their shape.
+                if len(x) or not (results or e < len(kernel) - 1):
+                    own = [[w[e : e + 1] for w in of_stage] for of_stage in weights]
+                    results.append(_chain(stages, x[None], own)[-1][0])
             return torch.cat(results)
     if compute := _by_stages_on_jax(rows):
         return compute(rows, weights, count, stages)
@@ -91,6 +97,8 @@ def _chain(stages, x, weights):
 def _on_torch(rows, kernel, bias, count):
     if torch.compiler.is_compiling() and rows.dtype != torch.bfloat16:
         # `torch.compile` supports the grouped product only for bfloat16.
+        if bias is None:
+            bias = kernel.new_zeros(kernel.shape[0], 1, kernel.shape[2])
         return _opaque(rows, kernel, bias, count)
     return _eagerly_on_torch(rows, kernel, bias, count)
 
@@ -150,8 +158,12 @@ def _eagerly_on_torch(rows, kernel, bias, count):
         if products.requires_grad and not torch.compiler.is_compiling():
             # Its gradient rejects expanded tensors, such as the gradient of a sum.
             products.register_hook(lambda upstream: upstream.contiguous())
+        if bias is None:
+            return products
         expert = torch.repeat_interleave(count, output_size=rows.shape[0])
         return products + bias[:, 0].index_select(0, expert)
+    if bias is None:
+        bias = kernel.new_zeros(kernel.shape[0], 1, kernel.shape[2])
     pieces = zip(rows.split(count.tolist()), kernel, bias, strict=True)
     return torch.cat([torch.addmm(b, piece, k) for piece, k, b in pieces])
 
@@ -224,10 +236,14 @@ def _on_jax(rows, kernel, bias, count):
     from jax import numpy as jnp
 
     if compute := _by_stages_on_jax(rows):
-        return compute(rows, ((kernel, bias),), count, (affine,))
+        weights = (kernel,) if bias is None else (kernel, bias)
+        return compute(rows, (weights,), count, (affine,))
+    products = jax.lax.ragged_dot(rows, kernel, count)
+    if bias is None:
+        return products
     index = jnp.arange(rows.shape[0])
     expert = jnp.searchsorted(jnp.cumsum(count), index, side="right")
-    return jax.lax.ragged_dot(rows, kernel, count) + bias[expert, 0]
+    return products + bias[expert, 0]
 
 
 def _by_stages_on_jax(rows):
