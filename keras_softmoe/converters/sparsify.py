@@ -116,7 +116,7 @@ _FAMILIES = {
         bank="experts",
     ),
     # The router of Gemma 4 is beside its experts.
-    "Gemma4DecoderBlock": _Family(
+    "Gemma4TextDecoderBlock": _Family(
         ("gate_proj", "up_proj"),
         ("down_proj",),
         _gated_by_gelu,
