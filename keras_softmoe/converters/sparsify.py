@@ -176,7 +176,9 @@ class _SparseBlock:
 
     def call(self, hidden_states, attention_mask=None, training=None):
         # XLA on TensorFlow must know the number of rows of each expert.
-        if is_traced_for_xla() or (training and getattr(self, "router_jitter_noise", 0)):
+        if is_traced_for_xla() or (
+            training and getattr(self, "router_jitter_noise", 0)
+        ):
             return super().call(hidden_states, attention_mask, training)
         family = self.family
         x = ops.reshape(hidden_states, (-1, hidden_states.shape[-1]))
@@ -191,7 +193,9 @@ class _SparseBlock:
             expert, gate = (getattr(self, name) for name in family.shared)
             outputs = outputs + expert(x) * ops.sigmoid(gate(x))
         if training:
-            loss = self.balancing_loss(logits, self.num_experts, self.top_k, attention_mask)
+            loss = self.balancing_loss(
+                logits, self.num_experts, self.top_k, attention_mask
+            )
             self.add_loss(getattr(self, family.coefficient) * loss)
         return ops.reshape(outputs, ops.shape(hidden_states)), logits
 
@@ -266,8 +270,14 @@ def sparsify(model: keras.Model) -> keras.Model:
 
     Examples:
         >>> mixtral = keras_hub.models.MixtralBackbone(
-        ...     vocabulary_size=50, num_layers=1, num_query_heads=2, hidden_dim=16,
-        ...     intermediate_dim=32, num_key_value_heads=1, num_experts=8, top_k=2
+        ...     vocabulary_size=50,
+        ...     num_layers=1,
+        ...     num_query_heads=2,
+        ...     hidden_dim=16,
+        ...     intermediate_dim=32,
+        ...     num_key_value_heads=1,
+        ...     num_experts=8,
+        ...     top_k=2,
         ... )
         >>> sparse = ksm.converters.sparsify(mixtral)
         >>> sparse.weights[1] is mixtral.weights[1]
@@ -282,8 +292,8 @@ def sparsify(model: keras.Model) -> keras.Model:
         )
     if not any(_family_of(layer) for _, layer, _ in surgery.sublayers(model)):
         raise ValueError(
-            "`sparsify` knows the experts of Mixtral, Qwen-MoE, Qwen3-MoE, Qwen3.5-MoE, "
-            f"GPT-OSS and Gemma 4. Received: a `{type(model).__name__}` without any of "
+            "`sparsify` knows the experts of Mixtral, Qwen-MoE, Qwen3-MoE, "
+            f"Qwen3.5-MoE, GPT-OSS and Gemma 4. Received: a `{type(model).__name__}` without any of "
             "these. `ksm.converters.add_experts` puts experts into a dense model."
         )
     for _, layer, _ in surgery.sublayers(model):

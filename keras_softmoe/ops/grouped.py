@@ -19,6 +19,8 @@ from keras_softmoe.ops.kernels import (
 # the mean number of rows. They are dense near 1, where most experts are; an expert with
 # more rows takes several pieces.
 _PIECES = (0.25, 0.5, 0.75, 0.8125, 0.875, 0.9375, 1.0, 1.0625, 1.125, 1.25, 1.5)
+# Rows for each expert, on average, up to which JAX computes one after another on a CPU
+_FEW = 2
 # Bytes of all kernels of a layer that fit into the caches of a CPU
 _SMALL = 2**19
 # The fewest rows in a tile, those of the GPU's own products of matrices
@@ -37,11 +39,9 @@ def grouped_affine(rows, kernel, bias=None, count=None):
     Returns:
         `(N, H)` tensor.
     """
-    rows, kernel = map(ops.convert_to_tensor, (rows, kernel))
-    if bias is not None:
-        bias = ops.convert_to_tensor(bias)
-    elif keras.backend.backend() == "tensorflow":
+    if bias is None:
         bias = ops.zeros((kernel.shape[0], 1, kernel.shape[2]), rows.dtype)
+    rows, kernel, bias = map(ops.convert_to_tensor, (rows, kernel, bias))
     return _GROUPED_AFFINE[keras.backend.backend()](rows, kernel, bias, count)
 
 
@@ -97,8 +97,6 @@ def _chain(stages, x, weights):
 def _on_torch(rows, kernel, bias, count):
     if torch.compiler.is_compiling() and rows.dtype != torch.bfloat16:
         # `torch.compile` supports the grouped product only for bfloat16.
-        if bias is None:
-            bias = kernel.new_zeros(kernel.shape[0], 1, kernel.shape[2])
         return _opaque(rows, kernel, bias, count)
     return _eagerly_on_torch(rows, kernel, bias, count)
 
@@ -158,12 +156,8 @@ def _eagerly_on_torch(rows, kernel, bias, count):
         if products.requires_grad and not torch.compiler.is_compiling():
             # Its gradient rejects expanded tensors, such as the gradient of a sum.
             products.register_hook(lambda upstream: upstream.contiguous())
-        if bias is None:
-            return products
         expert = torch.repeat_interleave(count, output_size=rows.shape[0])
         return products + bias[:, 0].index_select(0, expert)
-    if bias is None:
-        bias = kernel.new_zeros(kernel.shape[0], 1, kernel.shape[2])
     pieces = zip(rows.split(count.tolist()), kernel, bias, strict=True)
     return torch.cat([torch.addmm(b, piece, k) for piece, k, b in pieces])
 
@@ -233,17 +227,18 @@ def _on_tensorflow(rows, kernel, bias, count):
 
 def _on_jax(rows, kernel, bias, count):
     import jax
-    from jax import numpy as jnp
 
     if compute := _by_stages_on_jax(rows):
-        weights = (kernel,) if bias is None else (kernel, bias)
-        return compute(rows, (weights,), count, (affine,))
-    products = jax.lax.ragged_dot(rows, kernel, count)
-    if bias is None:
-        return products
-    index = jnp.arange(rows.shape[0])
-    expert = jnp.searchsorted(jnp.cumsum(count), index, side="right")
-    return products + bias[expert, 0]
+        return compute(rows, ((kernel, bias),), count, (affine,))
+    expert = _expert_of_rows(count, rows.shape[0])
+    return jax.lax.ragged_dot(rows, kernel, count) + bias[expert, 0]
+
+
+def _expert_of_rows(count, num_rows):
+    """Return the `(N,)` experts of rows, from the numbers of rows of each."""
+    from jax import numpy as jnp
+
+    return jnp.searchsorted(jnp.cumsum(count), jnp.arange(num_rows), side="right")
 
 
 def _by_stages_on_jax(rows):
@@ -285,6 +280,8 @@ def _in_pieces(rows, weights, count, stages):
 
     @jax.custom_vjp
     def compute(rows, weights, count):
+        if num_rows <= _FEW * count.shape[0]:
+            return _row_by_row(rows, weights, count, stages)
         (results,) = forward_of(last_stage, rows, weights, count, widths[-1:])
         return results[:num_rows]
 
@@ -324,6 +321,21 @@ def _in_pieces(rows, weights, count, stages):
 
     compute.defvjp(forward, backward)
     return compute(rows, weights, count)
+
+
+def _row_by_row(rows, weights, count, stages):
+    """Compute `map_experts` of few rows, as in the generation of text.
+
+    Most experts have none, and a slice of a kernel for one row is not copied.
+    """
+    import jax
+
+    def one(row_and_expert):
+        row, e = row_and_expert
+        own = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, e, 1), weights)
+        return _chain(stages, row[None, None], own)[-1][0, 0]
+
+    return jax.lax.map(one, (rows, _expert_of_rows(count, rows.shape[0])))
 
 
 def _for_all_experts(fn, xs, weights, count, sizes, widths, of_weights=False):
