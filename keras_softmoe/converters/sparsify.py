@@ -2,6 +2,7 @@
 
 import functools
 import sys
+from collections.abc import Callable
 from typing import NamedTuple
 
 import keras
@@ -14,35 +15,83 @@ from keras_softmoe.keras_adapter.layers import without_values
 from keras_softmoe.keras_adapter.runs import is_traced_for_xla
 from keras_softmoe.models.with_experts.copies import task_with
 from keras_softmoe.ops.grouped import grouped_affine, map_experts
-from keras_softmoe.ops.kernels import affine, softmax
+from keras_softmoe.ops.kernels import affine, gelu, softmax
 from keras_softmoe.ops.routing import choice_routing, combine, dispatch
 
-# === Gated MLPs of the experts ===
+# === Families of KerasHub ===
 
 
-def _gated(activation, units):
-    # As in KerasHub, activations are computed in float32.
+def _gated(units, activation=ops.silu):
+    # As in most of KerasHub, activations are computed in float32.
     gate, up = ops.split(units, 2, axis=-1)
     return up * ops.cast(activation(ops.cast(gate, "float32")), units.dtype)
 
 
-def _gated_by_silu(units):
-    return _gated(ops.silu, units)
-
-
-def _gated_by_silu_in_own_dtype(units):
-    gate, up = ops.split(units, 2, axis=-1)
-    return up * ops.silu(gate)
-
-
-def _gated_by_gelu(units):
-    return _gated(functools.partial(ops.gelu, approximate=True), units)
+_gated_by_gelu = functools.partial(_gated, activation=gelu)
 
 
 def _gated_in_turns(units):
     """GPT-OSS: a unit of the gate, then what it multiplies, both limited."""
     gate, up = ops.clip(units[..., ::2], -1e9, 7.0), units[..., 1::2]
     return (ops.clip(up, -7.0, 7.0) + 1) * (gate * ops.sigmoid(gate * 1.702))
+
+
+_GATE, _OUTPUT = "_expert_feedforward_gate_dense", "_expert_feedforward_output_dense"
+
+
+class _Family(NamedTuple):
+    """Names in the block of a family.
+
+    `first` and `last` are the kernels of the experts, and their biases. `router` and
+    `bank` are layers of the block, `shared` are the shared expert and its gate, and
+    `coefficient` is that of the balancing loss. `k` is the number of chosen experts.
+    `is_beside`: the bank gets the weights of all experts from its block.
+    """
+
+    first: tuple = (_GATE,)
+    last: tuple = (_OUTPUT,)
+    activate: Callable = _gated
+    router: str = "_sparse_feedforward_gate_dense"
+    bank: str = "expert_bank"
+    coefficient: str | None = "router_aux_loss_coefficient"
+    shared: tuple = ()
+    k: str = "top_k"
+    is_beside: bool = False
+
+
+# By the names of the classes of their blocks
+_FAMILIES = {
+    "Qwen3SparseMoeBlock": _Family(),
+    "QwenSparseMoeBlock": _Family(
+        shared=("shared_expert_dense", "shared_expert_gate_dense")
+    ),
+    "Qwen3_5MoeSparseMoeBlock": _Family(
+        router="_router_gate", shared=("shared_expert", "_shared_expert_gate")
+    ),
+    "MixtralSparseMoeBlock": _Family(
+        first=(_GATE, "_expert_feedforward_intermediate_dense"),
+        coefficient="router_aux_loss_coef",
+    ),
+    "GptOssSparseMoeBlock": _Family(
+        first=("gate_up_proj", "gate_up_proj_bias"),
+        last=("down_proj", "down_proj_bias"),
+        activate=_gated_in_turns,
+        router="router",
+        bank="experts",
+        coefficient=None,
+    ),
+    "Gemma4TextDecoderBlock": _Family(
+        first=("gate_proj", "up_proj"),
+        last=("down_proj",),
+        activate=_gated_by_gelu,
+        router="moe_router",
+        bank="moe_expert_bank",
+        k="num_experts_per_token",
+        is_beside=True,
+    ),
+}
+
+# === Experts and blocks that compute what was chosen ===
 
 
 def _first(x, *weights, multiply, biased):
@@ -56,82 +105,20 @@ def _last(units, *weights, multiply, activate):
     return multiply(activate(units), *weights)
 
 
-@functools.cache
-def _stages(activate, biased):
-    """Return the same functions for all layers, see `map_experts`."""
+def _stages(family, multiply):
+    """Return the functions of the two products of an expert."""
+    biased = len(family.last) == 2
     return (
-        functools.partial(_first, multiply=affine, biased=biased),
-        functools.partial(_last, multiply=affine, activate=activate),
+        functools.partial(_first, multiply=multiply, biased=biased),
+        functools.partial(_last, multiply=multiply, activate=family.activate),
     )
-
-
-# === Families of KerasHub ===
-
-
-class _Family(NamedTuple):
-    """Names in the block of a family.
-
-    `first` and `last` are the kernels of the experts, and their biases. `router` and
-    `bank` are layers of the block, `shared` are the shared expert and its gate. `k` is
-    the attribute with the number of chosen experts.
-    """
-
-    first: tuple
-    last: tuple
-    activate: object
-    router: str = "_sparse_feedforward_gate_dense"
-    bank: str = "expert_bank"
-    coefficient: str = "router_aux_loss_coefficient"
-    shared: tuple = ()
-    k: str = "top_k"
-
-
-_GATE, _OUTPUT = "_expert_feedforward_gate_dense", "_expert_feedforward_output_dense"
-_UP = "_expert_feedforward_intermediate_dense"
-
-# By the names of the classes of their blocks
-_FAMILIES = {
-    "Qwen3SparseMoeBlock": _Family((_GATE,), (_OUTPUT,), _gated_by_silu_in_own_dtype),
-    "QwenSparseMoeBlock": _Family(
-        (_GATE,),
-        (_OUTPUT,),
-        _gated_by_silu_in_own_dtype,
-        shared=("shared_expert_dense", "shared_expert_gate_dense"),
-    ),
-    "MixtralSparseMoeBlock": _Family(
-        (_GATE, _UP), (_OUTPUT,), _gated_by_silu, coefficient="router_aux_loss_coef"
-    ),
-    "Qwen3_5MoeSparseMoeBlock": _Family(
-        (_GATE,),
-        (_OUTPUT,),
-        _gated_by_silu,
-        router="_router_gate",
-        shared=("shared_expert", "_shared_expert_gate"),
-    ),
-    "GptOssSparseMoeBlock": _Family(
-        ("gate_up_proj", "gate_up_proj_bias"),
-        ("down_proj", "down_proj_bias"),
-        _gated_in_turns,
-        router="router",
-        bank="experts",
-    ),
-    # The router of Gemma 4 is beside its experts.
-    "Gemma4TextDecoderBlock": _Family(
-        ("gate_proj", "up_proj"),
-        ("down_proj",),
-        _gated_by_gelu,
-        router="moe_router",
-        bank="moe_expert_bank",
-        k="num_experts_per_token",
-    ),
-}
 
 
 class _SparseBank:
     """Mixin of the experts of a block, which also takes rows sorted by expert.
 
     With these, its input is a tuple of `(N, D)` rows and the `(E,)` rows of each
-    expert. `family` and `k` are attributes.
+    expert. `family`, `stages` and `k` are attributes.
     """
 
     def call(self, hidden_states, dispatch_weights=None):
@@ -148,42 +135,39 @@ class _SparseBank:
         return _mixture(self._of_rows, hidden_states, weights, chosen)
 
     def _of_rows(self, rows, count):
-        biased = any("bias" in name for name in self.family.first)
+        family = self.family
+        weights = [
+            [ops.convert_to_tensor(getattr(self, name), rows.dtype) for name in names]
+            for names in (family.first, family.last)
+        ]
+        # Biases: (E, H) -> (E, 1, H)
         weights = tuple(
-            tuple(
-                ops.cast(ops.convert_to_tensor(getattr(self, name)), rows.dtype)
-                for name in names
-            )
-            for names in (self.family.first, self.family.last)
+            tuple(w if len(w.shape) == 3 else w[:, None] for w in of_stage)
+            for of_stage in weights
         )
-        if biased:
-            # (E, H) -> (E, 1, H)
-            weights = tuple((kernel, bias[:, None]) for kernel, bias in weights)
-        multiply = functools.partial(grouped_affine, count=count)
-        size = len(weights[0])
+        size = len(family.first)
+        first, last = _stages(family, functools.partial(grouped_affine, count=count))
 
         def all_at_once(rows, *weights):
-            units = _first(rows, *weights[:size], multiply=multiply, biased=biased)
-            activate = self.family.activate
-            return _last(units, *weights[size:], multiply=multiply, activate=activate)
+            return last(first(rows, *weights[:size]), *weights[size:])
 
-        stages = _stages(self.family.activate, biased)
-        return map_experts(all_at_once, stages, rows, weights, count)
+        return map_experts(all_at_once, self.stages, rows, weights, count)
 
 
 class _SparseBlock:
-    """Mixin of a block of Qwen or Mixtral which computes the chosen experts only."""
+    """Mixin of a block which computes the chosen experts only."""
 
     def call(self, hidden_states, attention_mask=None, training=None):
-        # XLA on TensorFlow must know the number of rows of each expert.
-        if is_traced_for_xla() or (
-            training and getattr(self, "router_jitter_noise", 0)
-        ):
-            return super().call(hidden_states, attention_mask, training)
         family = self.family
+        is_noisy = training and getattr(self, "router_jitter_noise", 0)
+        # XLA on TensorFlow must know the number of rows of each expert.
+        if is_traced_for_xla() or is_noisy:
+            others = (attention_mask, training) if family.coefficient else ()
+            return super().call(hidden_states, *others)
         x = ops.reshape(hidden_states, (-1, hidden_states.shape[-1]))
-        logits = getattr(self, family.router)(x)
-        scores = softmax(logits)
+        # Logits; scores of the chosen experts in GPT-OSS
+        routed = getattr(self, family.router)(x)
+        scores = softmax(routed) if family.coefficient else routed
         best, chosen = ops.top_k(scores, self.top_k)
         if getattr(self, "norm_top_k_prob", True):
             scores = scores / ops.sum(best, axis=-1, keepdims=True)
@@ -193,24 +177,10 @@ class _SparseBlock:
             expert, gate = (getattr(self, name) for name in family.shared)
             outputs = outputs + expert(x) * ops.sigmoid(gate(x))
         if training:
-            loss = self.balancing_loss(
-                logits, self.num_experts, self.top_k, attention_mask
-            )
+            sizes = self.num_experts, self.top_k
+            loss = self.balancing_loss(routed, *sizes, attention_mask)
             self.add_loss(getattr(self, family.coefficient) * loss)
-        return ops.reshape(outputs, ops.shape(hidden_states)), logits
-
-
-class _SparseGptOssBlock:
-    """Mixin of a block of GPT-OSS, as above."""
-
-    def call(self, hidden_states):
-        if is_traced_for_xla():
-            return super().call(hidden_states)
-        x = ops.reshape(hidden_states, (-1, hidden_states.shape[-1]))
-        scores = self.router(x)
-        chosen = ops.top_k(scores, self.top_k)[1]
-        outputs = _mixture(lambda *rows: self.experts(rows), x, scores, chosen)
-        return ops.reshape(outputs, ops.shape(hidden_states)), scores
+        return ops.reshape(outputs, ops.shape(hidden_states)), routed
 
 
 def _mixture(experts, x, scores, chosen):
@@ -230,11 +200,17 @@ def _mixture(experts, x, scores, chosen):
 @functools.cache
 def _sparse(source, mixin, family):
     """Return the subclass of a class of KerasHub, of the same name, with a mixin."""
-    # Losses differ in how they read masks.
     module = sys.modules[source.__module__]
+    # Losses differ in how they read masks.
     loss = getattr(module, "compute_load_balancing_loss", None)
-    members = {"family": family, "balancing_loss": loss and staticmethod(loss)}
-    members |= {"__module__": source.__module__, "__doc__": source.__doc__}
+    members = {
+        "family": family,
+        # The same functions for all layers, see `map_experts`
+        "stages": _stages(family, affine),
+        "balancing_loss": loss and staticmethod(loss),
+        "__module__": source.__module__,
+        "__doc__": source.__doc__,
+    }
     return type(source.__name__, (mixin, source), members)
 
 
@@ -246,11 +222,10 @@ def sparsify(model: keras.Model) -> keras.Model:
     same up to rounding, for `top_k / num_experts` of the experts' products.
 
     It has the class, the names and the very weights of the model that is passed in:
-    nothing is copied, training one trains both, and `save_weights`, `save_to_preset`
-    and `save` write files of KerasHub. So a file is loaded by KerasHub, and `sparsify`
-    called again. LoRA is for attention, and `quantize` leaves the experts in floats, as
-    in KerasHub. Where XLA compiles on TensorFlow (`jit_compile=True`), every expert is
-    computed, as XLA must know the number of rows of each.
+    nothing is copied, training one trains both, and files are those of KerasHub. It
+    loads them, and `sparsify` is called again. `enable_lora` and `quantize` leave the
+    experts out, as in KerasHub. Functions that XLA compiles on TensorFlow compute every
+    expert.
 
     Families: Mixtral, Qwen-MoE, Qwen3-MoE, Qwen3.5-MoE, GPT-OSS and Gemma 4.
 
@@ -293,8 +268,8 @@ def sparsify(model: keras.Model) -> keras.Model:
     if not any(_family_of(layer) for _, layer, _ in surgery.sublayers(model)):
         raise ValueError(
             "`sparsify` knows the experts of Mixtral, Qwen-MoE, Qwen3-MoE, "
-            f"Qwen3.5-MoE, GPT-OSS and Gemma 4. Received: a `{type(model).__name__}` without any of "
-            "these. `ksm.converters.add_experts` puts experts into a dense model."
+            f"Qwen3.5-MoE, GPT-OSS and Gemma 4. Received: a `{type(model).__name__}` "
+            "without them. `ksm.converters.add_experts` puts experts into a dense one."
         )
     for _, layer, _ in surgery.sublayers(model):
         if getattr(layer, "lora_enabled", False) or layer.quantization_mode:
@@ -321,12 +296,9 @@ def _family_of(layer):
 def _make_sparse(block, family):
     """Change the classes of a block and of its bank of experts."""
     bank = getattr(block, family.bank)
-    router = getattr(block, family.router)
-    bank.k = getattr(block if hasattr(block, family.k) else router, family.k)
-    bank.__class__ = _sparse(type(bank), _SparseBank, family)
-    if family.bank == "experts":
-        block.__class__ = _sparse(type(block), _SparseGptOssBlock, family)
-    elif family.bank == "expert_bank":
-        block.__class__ = _sparse(type(block), _SparseBlock, family)
-    # Keras then compiles without XLA by default.
+    bank.k = getattr(block, family.k)
+    # Keras then compiles without XLA.
     bank.supports_jit = keras.backend.backend() != "tensorflow"
+    bank.__class__ = _sparse(type(bank), _SparseBank, family)
+    if not family.is_beside:
+        block.__class__ = _sparse(type(block), _SparseBlock, family)

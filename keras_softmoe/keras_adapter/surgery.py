@@ -103,31 +103,31 @@ def share_weights(source, model):
 
     Would be replaced by: layers that are built with given variables.
     """
+    shapes = [[tuple(w.shape) for w in m.weights] for m in (source, model)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            "A model is built again from its configuration. Received: a "
+            f"`{type(source).__name__}` with other weights than that tells."
+        )
     pairs = ([m, *(layer for _, layer, _ in sublayers(m))] for m in (source, model))
     for old, new in zip(*pairs, strict=True):
-        new._trainable = old._trainable
-        for a, b in zip(old._seed_generators, new._seed_generators, strict=True):
-            b.state = a.state
         given = {}
         for name in ("trainable_variables", "non_trainable_variables"):
             olds, news = (getattr(layer, f"_{name}") for layer in (old, new))
-            shapes = [[tuple(v.shape) for v in variables] for variables in (olds, news)]
-            if type(old).__name__ != type(new).__name__ or shapes[0] != shapes[1]:
-                raise ValueError(
-                    f"A `{type(source).__name__}` must have the layers that its "
-                    f"configuration tells. Received: {old.path!r} with weights of "
-                    f"shapes {shapes[0]} instead of {shapes[1]}."
-                )
             given |= {id(b): a for a, b in zip(olds, news, strict=True)}
             news[:] = olds
             new._tracker.stored_ids[name] = {id(v) for v in olds}
-        for name, value in vars(new).items():
-            vars(new)[name] = given.get(id(value), value)
-        # Configurations of KerasHub lack some settings, and paths have counters.
-        for name, value in vars(old).items():
-            is_setting = isinstance(value, bool | int | float | str)
-            if is_setting and (name == "_path" or not name.startswith("_")):
-                vars(new)[name] = value
+        for a, b in zip(old._seed_generators, new._seed_generators, strict=True):
+            b.state = a.state
+        # Configurations of KerasHub lack some settings, and names have counters.
+        settings = {
+            name: value
+            for name, value in vars(old).items()
+            if isinstance(value, bool | int | float | str)
+            and (name in ("_path", "_trainable") or not name.startswith("_"))
+        }
+        held = vars(new)
+        held |= {name: given.get(id(x), x) for name, x in held.items()} | settings
     if keras.backend.backend() == "torch":
         for layer in model._flatten_layers():
             layer._track_variables()
