@@ -15,7 +15,7 @@ from keras_softmoe.keras_adapter.layers import without_values
 from keras_softmoe.keras_adapter.runs import is_traced_for_xla
 from keras_softmoe.models.with_experts.copies import task_with
 from keras_softmoe.ops.grouped import grouped_affine, map_experts
-from keras_softmoe.ops.kernels import affine, gelu, softmax
+from keras_softmoe.ops.kernels import affine, as_tensor, gelu, softmax
 from keras_softmoe.ops.routing import choice_routing, combine, dispatch
 
 # === Families of KerasHub ===
@@ -137,7 +137,7 @@ class _SparseBank:
     def _of_rows(self, rows, count):
         family = self.family
         weights = [
-            [ops.convert_to_tensor(getattr(self, name), rows.dtype) for name in names]
+            [ops.cast(as_tensor(getattr(self, name)), rows.dtype) for name in names]
             for names in (family.first, family.last)
         ]
         # Biases: (E, H) -> (E, 1, H)
