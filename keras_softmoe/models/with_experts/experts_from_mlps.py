@@ -1,6 +1,5 @@
 """Experts that begin as copies of an MLP of any model."""
 
-import functools
 import itertools
 import math
 from typing import NamedTuple
@@ -11,6 +10,7 @@ from keras import ops
 
 from keras_softmoe.keras_adapter.surgery import sublayers
 from keras_softmoe.layers import ImageMoE, MoE
+from keras_softmoe.layers.mlp import activation_of
 from keras_softmoe.ops.kernels import reshape
 
 # Activations that layers call in their own code
@@ -54,6 +54,56 @@ class Chain(keras.layers.Layer):
         return cls(**{**config, "parts": list(parts)})
 
 
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class GatedChain(Chain):
+    """Three dense layers without biases: a gate, what it multiplies, and the output."""
+
+    def __init__(self, parts, activation, **kwargs):
+        super().__init__(parts, **kwargs)
+        self.activation = activation
+
+    def call(self, inputs, training=None):
+        gate, units, output = self.parts
+        # As in KerasHub, the activation is computed in float32.
+        gates = activation_of(self.activation)(ops.cast(gate(inputs), "float32"))
+        return output(ops.cast(gates, self.compute_dtype) * units(inputs))
+
+    def get_config(self):
+        return {**super().get_config(), "activation": self.activation}
+
+
+def chain_of(site, **kwargs):
+    """Return the layer that applies the parts of a site."""
+    if site.gate is None:
+        return Chain(site.parts, **kwargs)
+    return GatedChain(site.parts, site.gate, **kwargs)
+
+
+class OpenGate(keras.layers.Layer):
+    """A gate that multiplies by one: numbers whose activation is one, `(..., 1)`.
+
+    It is in the place of the gate of a decoder, whose code then applies the activation
+    and multiplies by the outputs of experts. In float32, where it is one up to
+    rounding.
+    """
+
+    def __init__(self, activation, **kwargs):
+        super().__init__(dtype="float32", **kwargs)
+        function, low, high = activation_of(activation), 0.0, 4.0
+        for _ in range(40):
+            self.value = (low + high) / 2
+            result = ops.convert_to_numpy(function(ops.convert_to_tensor(self.value)))
+            low, high = (self.value, high) if result < 1 else (low, self.value)
+        if abs(result - 1) > 1e-6:
+            raise ValueError(
+                "A gate needs an activation that takes the value one. Received: "
+                f"activation={activation!r}."
+            )
+
+    def call(self, inputs):
+        return self.value * ops.ones_like(inputs[..., :1], dtype="float32")
+
+
 class _InModel:
     """Mixin of mixtures of experts in a model with a fixed shape of tokens.
 
@@ -79,14 +129,14 @@ class ImageMoEInModel(_InModel, ImageMoE):
     """`layers.ImageMoE` in a model."""
 
 
-def make_moe(router, parts, shape, settings, start="copies"):
+def make_moe(router, site, shape, settings, start="copies"):
     """Return a built `layers.MoE` whose experts are copies of an MLP.
 
     An MLP that `plain_mlp` recognizes becomes a bank of experts, any other the template
-    of the experts. `parts` are its layers, `shape` is that of the tokens, `(None, ...,
-    D)`, and `settings` are those of `layers.MoE`, and `by_image`.
+    of the experts. `shape` is that of the tokens, `(None, ..., D)`, and `settings` are
+    those of `layers.MoE`, and `by_image`.
     """
-    mlp = Chain(parts, name="mlp")
+    mlp, parts = chain_of(site, name="mlp"), site.parts
     settings = {"dtype": mlp.dtype_policy, **settings}
     by_image = settings.pop("by_image", None)
     plain = plain_mlp(mlp, shape)
@@ -126,6 +176,8 @@ def make_moe(router, parts, shape, settings, start="copies"):
                 kernel, bias = np.zeros_like(kernel), np.zeros_like(bias)
         bank.kernel.assign(np.broadcast_to(kernel, bank.kernel.shape))
         bank.bias.assign(np.broadcast_to(bias[None], bank.bias.shape))
+        # The way back has no place for biases that the MLP lacks.
+        bank.bias.trainable = site.gate is None
     return moe
 
 
@@ -143,8 +195,13 @@ class PlainMLP(NamedTuple):
     def read(self, pairs=None):
         """Return a dict from names to kernel and bias, the layers' by default."""
         if pairs is None:
-            held = ((layer.kernel, layer.bias) for layer in self.layers)
-            pairs = [tuple(map(ops.convert_to_numpy, pair)) for pair in held]
+            kernels = [ops.convert_to_numpy(layer.kernel) for layer in self.layers]
+            pairs = [
+                (kernel, np.zeros_like(kernel[0]))
+                if layer.bias is None
+                else (kernel, ops.convert_to_numpy(layer.bias))
+                for kernel, layer in zip(kernels, self.layers, strict=True)
+            ]
         found = {}
         for name, (index, half) in self.pieces.items():
             found[name] = pairs[index]
@@ -162,7 +219,8 @@ class PlainMLP(NamedTuple):
             pairs = zip(*(halves[half] for half in sorted(halves)), strict=True)
             kernel, bias = (np.concatenate(pair, axis=-1) for pair in pairs)
             self.layers[index].kernel.assign(kernel)
-            self.layers[index].bias.assign(bias)
+            if self.layers[index].bias is not None:
+                self.layers[index].bias.assign(bias)
 
 
 def plain_mlp(mlp, shape):
@@ -172,8 +230,11 @@ def plain_mlp(mlp, shape):
     are those with which an MLP computes the same from random weights.
     """
     inside = [mlp, *(layer for _, layer, _ in sublayers(mlp))]
+    is_gated = isinstance(mlp, GatedChain)
     dense = [x for x in inside if type(x) is keras.layers.Dense and x.use_bias]
-    own = [v for layer in dense for v in (layer.kernel, layer.bias)]
+    if is_gated:
+        dense = list(mlp.parts)
+    own = [v for x in dense for v in (x.kernel, *([] if is_gated else [x.bias]))]
     # Random numbers (dropout, drop path) have a state, too.
     if len(dense) not in (2, 3) or {*map(id, mlp.variables)} != {*map(id, own)}:
         return None
@@ -190,7 +251,11 @@ def plain_mlp(mlp, shape):
     arrangements = _arrangements(dense, shape[-1])
     if arrangements:
         expected, values = _outputs(mlp, own, x, rng)
-        pairs = list(zip(values[::2], values[1::2], strict=True))
+        if is_gated:
+            activations = [mlp.activation]
+            pairs = [(kernel, np.zeros(kernel.shape[1])) for kernel in values]
+        else:
+            pairs = list(zip(values[::2], values[1::2], strict=True))
     for pieces, activation in itertools.product(arrangements, activations):
         plain = PlainMLP(dense, pieces, activation)
         layers = plain.read(pairs)
@@ -198,10 +263,7 @@ def plain_mlp(mlp, shape):
         firsts = {name: x @ first[0] + first[1] for name, first in layers.items()}
         hidden = firsts["intermediate_dense"]
         gate = firsts.get("gate_dense", hidden)
-        function = functools.partial(keras.activations.gelu, approximate=True)
-        if activation != "gelu_tanh":
-            function = keras.activations.get(activation)
-        activated = function(ops.convert_to_tensor(gate, "float32"))
+        activated = activation_of(activation)(ops.convert_to_tensor(gate, "float32"))
         activated = ops.convert_to_numpy(activated)
         if gate is not hidden:
             activated = activated * hidden
