@@ -31,7 +31,7 @@ _gated_by_gelu = functools.partial(_gated, activation=gelu)
 
 
 def _gated_in_turns(units):
-    """GPT-OSS: a unit of the gate, then what it multiplies, both limited."""
+    # GPT-OSS: a unit of the gate, then what it multiplies, both limited
     gate, up = ops.clip(units[..., ::2], -1e9, 7.0), units[..., 1::2]
     return (ops.clip(up, -7.0, 7.0) + 1) * (gate * ops.sigmoid(gate * 1.702))
 

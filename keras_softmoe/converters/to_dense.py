@@ -9,7 +9,7 @@ from keras_softmoe.keras_adapter.surgery import renew_parameters, sublayers
 from keras_softmoe.layers import Experts
 from keras_softmoe.models.backbone import MoEBackbone
 from keras_softmoe.models.with_experts.copies import describe_layers, task_with
-from keras_softmoe.models.with_experts.experts_from_mlps import chain_of, plain_mlp
+from keras_softmoe.models.with_experts.experts_from_mlps import Chain, plain_mlp
 from keras_softmoe.models.with_experts.mlp_sites import find_sites, sites_at
 from keras_softmoe.models.with_experts.model import ModelWithExperts
 from keras_softmoe.ops import DenseRouting, to_dense
@@ -181,7 +181,7 @@ def _dense_of_any(sparse, shares):
     places = sparse.held.sites
     sites = find_sites(dense) if places is None else sites_at(dense, places)
     for block, moe in sparse.moe_layers.items():
-        mlp = chain_of(sites[block])
+        mlp = Chain(sites[block].parts, sites[block].gate)
         if isinstance(moe.experts, Experts):
             plain = plain_mlp(mlp, sparse.held.shapes[block])
             plain.write(_mean_mlp(moe.experts, shares[block]))

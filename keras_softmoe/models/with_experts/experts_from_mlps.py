@@ -1,5 +1,6 @@
 """Experts that begin as copies of an MLP of any model."""
 
+import functools
 import itertools
 import math
 from typing import NamedTuple
@@ -20,23 +21,35 @@ _FULL_PRECISION = ("float32", "float64")
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class Chain(keras.layers.Layer):
-    """Layers applied one after the other: the MLP of another library's model."""
+    """Layers applied one after the other: the MLP of another library's model.
 
-    def __init__(self, parts, **kwargs):
+    With `gate`, the name of an activation, they are the gate, what it multiplies, and
+    the output, without biases.
+    """
+
+    def __init__(self, parts, gate=None, **kwargs):
         kwargs.setdefault("dtype", parts[0].dtype_policy)
         super().__init__(**kwargs)
-        self.parts = list(parts)
+        self.parts, self.gate = list(parts), gate
         self.built = all(part.built for part in parts)
 
     def build(self, inputs_shape):
-        for part in self.parts:
+        is_gated = self.gate is not None
+        if is_gated:
+            self.parts[0].build(inputs_shape)
+        for part in self.parts[is_gated:]:
             part.build(inputs_shape)
             inputs_shape = part.compute_output_shape(inputs_shape)
 
     def call(self, inputs, training=None):
         # Keras passes `training` on to the parts.
-        outputs = inputs
-        for part in self.parts:
+        outputs, parts = inputs, self.parts
+        if self.gate is not None:
+            # As in KerasHub, the activation is computed in float32.
+            gates = ops.cast(parts[0](inputs), "float32")
+            gates = ops.cast(activation_of(self.gate)(gates), self.compute_dtype)
+            outputs, parts = gates * parts[1](inputs), parts[2:]
+        for part in parts:
             outputs = part(outputs)
         sizes = tuple(inputs.shape[1:])
         if None in outputs.shape[1:] and None not in sizes:
@@ -46,37 +59,13 @@ class Chain(keras.layers.Layer):
 
     def get_config(self):
         parts = [keras.saving.serialize_keras_object(part) for part in self.parts]
-        return {**super().get_config(), "parts": parts}
+        gate = {} if self.gate is None else {"gate": self.gate}
+        return {**super().get_config(), "parts": parts, **gate}
 
     @classmethod
     def from_config(cls, config):
         parts = map(keras.saving.deserialize_keras_object, config["parts"])
         return cls(**{**config, "parts": list(parts)})
-
-
-@keras.saving.register_keras_serializable(package="keras_softmoe")
-class GatedChain(Chain):
-    """Three dense layers without biases: a gate, what it multiplies, and the output."""
-
-    def __init__(self, parts, activation, **kwargs):
-        super().__init__(parts, **kwargs)
-        self.activation = activation
-
-    def call(self, inputs, training=None):
-        gate, units, output = self.parts
-        # As in KerasHub, the activation is computed in float32.
-        gates = activation_of(self.activation)(ops.cast(gate(inputs), "float32"))
-        return output(ops.cast(gates, self.compute_dtype) * units(inputs))
-
-    def get_config(self):
-        return {**super().get_config(), "activation": self.activation}
-
-
-def chain_of(site, **kwargs):
-    """Return the layer that applies the parts of a site."""
-    if site.gate is None:
-        return Chain(site.parts, **kwargs)
-    return GatedChain(site.parts, site.gate, **kwargs)
 
 
 class OpenGate(keras.layers.Layer):
@@ -94,11 +83,6 @@ class OpenGate(keras.layers.Layer):
             self.value = (low + high) / 2
             result = ops.convert_to_numpy(function(ops.convert_to_tensor(self.value)))
             low, high = (self.value, high) if result < 1 else (low, self.value)
-        if abs(result - 1) > 1e-6:
-            raise ValueError(
-                "A gate needs an activation that takes the value one. Received: "
-                f"activation={activation!r}."
-            )
 
     def call(self, inputs):
         return self.value * ops.ones_like(inputs[..., :1], dtype="float32")
@@ -136,7 +120,8 @@ def make_moe(router, site, shape, settings, start="copies"):
     of the experts. `shape` is that of the tokens, `(None, ..., D)`, and `settings` are
     those of `layers.MoE`, and `by_image`.
     """
-    mlp, parts = chain_of(site, name="mlp"), site.parts
+    parts = site.parts
+    mlp = Chain(parts, site.gate, name="mlp")
     settings = {"dtype": mlp.dtype_policy, **settings}
     by_image = settings.pop("by_image", None)
     plain = plain_mlp(mlp, shape)
@@ -230,7 +215,7 @@ def plain_mlp(mlp, shape):
     are those with which an MLP computes the same from random weights.
     """
     inside = [mlp, *(layer for _, layer, _ in sublayers(mlp))]
-    is_gated = isinstance(mlp, GatedChain)
+    is_gated = isinstance(mlp, Chain) and mlp.gate is not None
     dense = [x for x in inside if type(x) is keras.layers.Dense and x.use_bias]
     if is_gated:
         dense = list(mlp.parts)
@@ -252,7 +237,7 @@ def plain_mlp(mlp, shape):
     if arrangements:
         expected, values = _outputs(mlp, own, x, rng)
         if is_gated:
-            activations = [mlp.activation]
+            activations = [mlp.gate]
             pairs = [(kernel, np.zeros(kernel.shape[1])) for kernel in values]
         else:
             pairs = list(zip(values[::2], values[1::2], strict=True))
@@ -263,7 +248,10 @@ def plain_mlp(mlp, shape):
         firsts = {name: x @ first[0] + first[1] for name, first in layers.items()}
         hidden = firsts["intermediate_dense"]
         gate = firsts.get("gate_dense", hidden)
-        activated = activation_of(activation)(ops.convert_to_tensor(gate, "float32"))
+        function = functools.partial(keras.activations.gelu, approximate=True)
+        if activation != "gelu_tanh":
+            function = keras.activations.get(activation)
+        activated = function(ops.convert_to_tensor(gate, "float32"))
         activated = ops.convert_to_numpy(activated)
         if gate is not hidden:
             activated = activated * hidden

@@ -101,16 +101,12 @@ def _site(parts, places):
     layer, is_causal = parts[0], False
     while layer is not None and not is_causal:
         is_causal, layer = _is_causal(layer), places[id(layer)][1]
-    return Site(paths, parts, parents, is_causal, _gate_of(parents[0], parts))
-
-
-def _gate_of(block, parts):
-    """Return the name of the activation of a gate in a block, `None` without one."""
-    if parts != _gated_parts(block):
-        return None
-    activation = getattr(block, "activation", None)
-    # Gemma has it in its code.
-    return keras.activations.serialize(activation) if activation else "gelu_tanh"
+    gate = None
+    if len(parts) == 3 and parts == _gated_parts(parents[0]):
+        # Gemma has it in its code.
+        activation = getattr(parents[0], "activation", None)
+        gate = keras.activations.serialize(activation) if activation else "gelu_tanh"
+    return Site(paths, parts, parents, is_causal, gate)
 
 
 def _gated_parts(block):
@@ -165,7 +161,7 @@ def _matches(path, layer, rule):
                 part = None if part is None else sublayer(part, step)
             parts.append(part)
         if None not in parts:
-            gated = _gated_parts(layer)
+            gated = _gated_parts(layer) if len(parts) == 3 else None
             # In the order of their use, whatever that of a user
             is_gated = gated and {*map(id, gated)} == {*map(id, parts)}
             found.append(gated if is_gated else tuple(parts))
