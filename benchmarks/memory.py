@@ -43,7 +43,7 @@ def figures(name, shapes):
     # What the libraries need is not the model's.
     _train(VARIANTS[name](_WARM_UP), _WARM_UP)
     gc.collect()
-    _forget_peak()
+    forget_peak()
     before = peak_memory()
     backbone = VARIANTS[name](shapes)
     peak = _train(backbone, shapes) - before
@@ -63,7 +63,7 @@ def _train(backbone, shapes):
     run = fit_step(model, images, labels)
     run()
     gc.collect()
-    _forget_peak()
+    forget_peak()
     run()
     return peak_memory()
 
@@ -75,7 +75,7 @@ def peak_memory():
     return 1024 * int(line.split()[1])
 
 
-def _forget_peak():
+def forget_peak():
     """Let the peak of resident memory start over from what is resident now."""
     # Linux, see proc(5).
     pathlib.Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")

@@ -175,7 +175,14 @@ ON_ALL = {
     "layers/test_soft_moe.py": ("test_slots_mix_the_tokens_themselves",),
     "layers/test_limoe_block.py": "test_both_dispatchers "
     "test_layer_is_its_twin_and_padding_has_no_say",
-    "converters/test_add_experts.py": ("test_family[ViT]@jax",),
+    "converters/test_add_experts.py": "test_family[ViT]@jax "
+    "test_gated_mlps_of_decoders[Llama]@jax "
+    "test_gated_mlps_of_decoders[Gemma]@tensorflow",
+    "converters/test_sparsify.py": "test_generation_with_caches[Mixtral] "
+    "test_only_the_chosen_experts_are_computed[Qwen3Moe] "
+    "test_outputs_gradients_and_balancing_loss_are_equal[Qwen3Moe] "
+    "test_outputs_gradients_and_balancing_loss_are_equal[QwenMoe] "
+    "test_outputs_gradients_and_balancing_loss_are_equal[Mixtral]",
     "models/test_convertible_presets.py": ("test_converted_at_first_use",),
     "models/test_from_preset.py": ("test_fine_tuning_and_saving_over@tensorflow",),
     "models/test_whole_images.py": ("test_layers_of_a_user[convolution]",),

@@ -18,6 +18,7 @@ from keras_softmoe.converters.dense_model import (
     dense_model as dense_model,
     image_preprocessor as image_preprocessor,
 )
+from keras_softmoe.converters.sparsify import sparsify as sparsify
 from keras_softmoe.converters.to_dense import to_dense_model as to_dense_model
 from keras_softmoe.converters.upcycle import upcycle as upcycle
 from keras_softmoe.models.conversion import (

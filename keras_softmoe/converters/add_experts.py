@@ -39,9 +39,11 @@ def add_experts(
 
     Families of KerasHub, alone or in a task: ViT, DeiT, DINOv2, DINOv3, SigLIP, CLIP,
     MetaCLIP 2, Swin, MiT, VideoPrism, ViTDet (SAM), BERT and others made of
-    `TransformerEncoder` or `TransformerDecoder`. An MLP of dense layers with biases and
-    an activation of Keras becomes a bank of experts, which supports LoRA and int8; any
-    other is the template of the experts (`layers.MoE(router, expert=...)`).
+    `TransformerEncoder` or `TransformerDecoder`, Llama, Gemma, Qwen, Qwen3 and Mistral.
+    An MLP of dense layers with biases and an activation of Keras, or a gated one of
+    these decoders, becomes a bank of experts, which supports LoRA and int8; any other
+    is the template of the experts (`layers.MoE(router, expert=...)`). Banks of decoders
+    have biases of zero, which are not trained.
 
     Args:
         model: built `keras.Model` that can be created from its configuration: a

@@ -181,7 +181,7 @@ def _dense_of_any(sparse, shares):
     places = sparse.held.sites
     sites = find_sites(dense) if places is None else sites_at(dense, places)
     for block, moe in sparse.moe_layers.items():
-        mlp = Chain(sites[block].parts)
+        mlp = Chain(sites[block].parts, sites[block].gate)
         if isinstance(moe.experts, Experts):
             plain = plain_mlp(mlp, sparse.held.shapes[block])
             plain.write(_mean_mlp(moe.experts, shares[block]))

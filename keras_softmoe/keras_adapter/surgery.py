@@ -98,6 +98,41 @@ def forget_calls(layer):
     layer._inbound_nodes.clear()
 
 
+def share_weights(source, model):
+    """Give a model that was built `without_values` the variables of an equal one.
+
+    Would be replaced by: layers that are built with given variables.
+    """
+    shapes = [[tuple(w.shape) for w in m.weights] for m in (source, model)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            "A model is built again from its configuration. Received: a "
+            f"`{type(source).__name__}` with other weights than that tells."
+        )
+    pairs = ([m, *(layer for _, layer, _ in sublayers(m))] for m in (source, model))
+    for old, new in zip(*pairs, strict=True):
+        given = {}
+        for name in ("trainable_variables", "non_trainable_variables"):
+            olds, news = (getattr(layer, f"_{name}") for layer in (old, new))
+            given |= {id(b): a for a, b in zip(olds, news, strict=True)}
+            news[:] = olds
+            new._tracker.stored_ids[name] = {id(v) for v in olds}
+        for a, b in zip(old._seed_generators, new._seed_generators, strict=True):
+            b.state = a.state
+        # Configurations of KerasHub lack some settings, and names have counters.
+        settings = {
+            name: value
+            for name, value in vars(old).items()
+            if isinstance(value, bool | int | float | str)
+            and (name in ("_path", "_trainable") or not name.startswith("_"))
+        }
+        held = vars(new)
+        held |= {name: given.get(id(x), x) for name, x in held.items()} | settings
+    if keras.backend.backend() == "torch":
+        for layer in model._flatten_layers():
+            layer._track_variables()
+
+
 def renew_parameters(model):
     """Register weights anew. Would be replaced by: lists that follow the variables."""
     if keras.backend.backend() == "torch":

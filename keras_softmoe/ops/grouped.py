@@ -19,24 +19,28 @@ from keras_softmoe.ops.kernels import (
 # the mean number of rows. They are dense near 1, where most experts are; an expert with
 # more rows takes several pieces.
 _PIECES = (0.25, 0.5, 0.75, 0.8125, 0.875, 0.9375, 1.0, 1.0625, 1.125, 1.25, 1.5)
+# Rows for each expert, on average, up to which JAX computes one after another on a CPU
+_FEW = 2
 # Bytes of all kernels of a layer that fit into the caches of a CPU
 _SMALL = 2**19
 # The fewest rows in a tile, those of the GPU's own products of matrices
 _FEWEST = 16
 
 
-def grouped_affine(rows, kernel, bias, count):
+def grouped_affine(rows, kernel, bias=None, count=None):
     """Return `matmul(rows, kernel[e]) + bias[e]` for the rows of each expert `e`.
 
     Args:
         rows: `(N, D)` tensor: first those of expert 0, then those of expert 1, ...
         kernel: `(E, D, H)` tensor.
-        bias: `(E, 1, H)` tensor.
+        bias: `(E, 1, H)` tensor, or `None`.
         count: `(E,)` int32 tensor, rows of each expert. They add up to `N`.
 
     Returns:
         `(N, H)` tensor.
     """
+    if bias is None:
+        bias = ops.zeros((kernel.shape[0], 1, kernel.shape[2]), rows.dtype)
     rows, kernel, bias = map(ops.convert_to_tensor, (rows, kernel, bias))
     return _GROUPED_AFFINE[keras.backend.backend()](rows, kernel, bias, count)
 
@@ -68,8 +72,10 @@ def map_experts(all_at_once, stages, rows, weights, count):
         if is_eager and rows.device.type == "cpu" and not is_small:
             results = []
             for e, x in enumerate(rows.split(count.tolist())):
-                own = [[w[e : e + 1] for w in of_stage] for of_stage in weights]
-                results.append(_chain(stages, x[None], own)[-1][0])
+                # The last one also gives no rows their shape.
+                if len(x) or not (results or e < len(kernel) - 1):
+                    own = [[w[e : e + 1] for w in of_stage] for of_stage in weights]
+                    results.append(_chain(stages, x[None], own)[-1][0])
             return torch.cat(results)
     if compute := _by_stages_on_jax(rows):
         return compute(rows, weights, count, stages)
@@ -221,13 +227,18 @@ def _on_tensorflow(rows, kernel, bias, count):
 
 def _on_jax(rows, kernel, bias, count):
     import jax
-    from jax import numpy as jnp
 
     if compute := _by_stages_on_jax(rows):
         return compute(rows, ((kernel, bias),), count, (affine,))
-    index = jnp.arange(rows.shape[0])
-    expert = jnp.searchsorted(jnp.cumsum(count), index, side="right")
+    expert = _expert_of_rows(count, rows.shape[0])
     return jax.lax.ragged_dot(rows, kernel, count) + bias[expert, 0]
+
+
+def _expert_of_rows(count, num_rows):
+    """Return the `(N,)` experts of rows, from the numbers of rows of each."""
+    from jax import numpy as jnp
+
+    return jnp.searchsorted(jnp.cumsum(count), jnp.arange(num_rows), side="right")
 
 
 def _by_stages_on_jax(rows):
@@ -269,6 +280,8 @@ def _in_pieces(rows, weights, count, stages):
 
     @jax.custom_vjp
     def compute(rows, weights, count):
+        if num_rows <= _FEW * count.shape[0]:
+            return _row_by_row(rows, weights, count, stages)
         (results,) = forward_of(last_stage, rows, weights, count, widths[-1:])
         return results[:num_rows]
 
@@ -308,6 +321,21 @@ def _in_pieces(rows, weights, count, stages):
 
     compute.defvjp(forward, backward)
     return compute(rows, weights, count)
+
+
+def _row_by_row(rows, weights, count, stages):
+    """Compute `map_experts` of few rows, as in the generation of text.
+
+    Most experts have none, and a slice of a kernel for one row is not copied.
+    """
+    import jax
+
+    def one(row_and_expert):
+        row, e = row_and_expert
+        own = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, e, 1), weights)
+        return _chain(stages, row[None, None], own)[-1][0, 0]
+
+    return jax.lax.map(one, (rows, _expert_of_rows(count, rows.shape[0])))
 
 
 def _for_all_experts(fn, xs, weights, count, sizes, widths, of_weights=False):

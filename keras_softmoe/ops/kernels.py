@@ -51,7 +51,7 @@ def compiled_on_jax(*static):
     return decorate
 
 
-def affine(x, kernel, bias, sharded=False):
+def affine(x, kernel, bias=None, sharded=False):
     """`matmul(x, kernel) + bias`, for one matrix or a stack.
 
     The rows of all images are one matrix: with a separate axis of images, XLA's
@@ -61,7 +61,7 @@ def affine(x, kernel, bias, sharded=False):
     Args:
         x: `(..., D)` tensor, or `(E, N, D)` with a stack.
         kernel: `(D, H)` tensor, or a stack `(E, D, H)`.
-        bias: `(H,)` tensor, or `(E, 1, H)` with a stack.
+        bias: `(H,)` tensor, or `(E, 1, H)` with a stack; or `None`.
         sharded: bool, whether a stack may be sharded over devices along its first axis.
             Its products are then computed at once: chunks would be copied to every
             device.
@@ -76,15 +76,18 @@ def affine(x, kernel, bias, sharded=False):
     stacked = len(kernel.shape) == 3
     if keras.backend.backend() == "torch":
         if stacked:
-            return torch.baddbmm(bias, x, kernel)
+            return x.bmm(kernel) if bias is None else torch.baddbmm(bias, x, kernel)
         return functional.linear(x, kernel.T, bias)
     if stacked:
         # The number of rows is unknown in an exported model.
         are_few = isinstance(x.shape[1], int) and x.shape[1] < _FEW_ROWS
         if are_few and is_jax_on("cpu") and not sharded:
-            return _product_of_few_rows(x, kernel) + bias
-        return ops.matmul(x, kernel) + bias
-    rows = ops.matmul(reshape(x, (-1, x.shape[-1])), kernel) + bias
+            products = _product_of_few_rows(x, kernel)
+        else:
+            products = ops.matmul(x, kernel)
+        return products if bias is None else products + bias
+    rows = ops.matmul(reshape(x, (-1, x.shape[-1])), kernel)
+    rows = rows if bias is None else rows + bias
     return reshape(rows, (*ops.shape(x)[:-1], kernel.shape[-1]))
 
 

@@ -365,7 +365,6 @@ def analysis_routers(model):
 def test_models_without_sites(vit):
     dense = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3, name="only")])
     refused("No MLP.*`Sequential`.*the model.*with only", dense, (0,), ROUTER)
-    refused("Gated MLPs.*not supported yet", families.gemma(), (0,), SOFT)
     refused("must be a `keras.Model`", layers.MLP(3), (0,), ROUTER)
     refused("`ksm.converters.upcycle`", tiny.backbone(**tiny.DENSE), (0,), ROUTER)
     refused("`ksm.converters.upcycle`", tiny.backbone(), (0,), ROUTER)
@@ -415,18 +414,49 @@ def test_causal_decoder(router, looks_ahead):
 # === What can be a site ===
 
 
-def test_gated_mlps_of_decoders_are_refused():
-    """By both ways, in Gemma too, whose shapes allow the tuple."""
-    sizes = {"num_query_heads": 2, "num_key_value_heads": 1, "intermediate_dim": 12}
-    sizes |= {"vocabulary_size": 20, "num_layers": 1, "hidden_dim": 8}
-    llama = keras_hub.models.LlamaBackbone(**sizes)
-    gemma = keras_hub.models.GemmaBackbone(**sizes, head_dim=8)
-    feedforward = [f"feedforward_{x}_dense" for x in ("intermediate", "gate", "output")]
-    parts = {llama: feedforward, gemma: ["ffw_gating", "ffw_gating_2", "ffw_linear"]}
-    for model, names in parts.items():
-        for sites in (None, [tuple(names)], [tuple(reversed(names))]):
-            with pytest.raises(ValueError, match="Gated MLPs .* not supported yet"):
-                converters.add_experts(model, (0,), ROUTER, sites)
+DECODER = {"num_query_heads": 2, "num_key_value_heads": 1, "intermediate_dim": 12}
+DECODER |= {"vocabulary_size": 20, "num_layers": 1, "hidden_dim": 8}
+FEEDFORWARD = tuple(
+    f"feedforward_{x}_dense" for x in ("intermediate", "gate", "output")
+)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma", "Qwen", "Qwen3", "Mistral"])
+def test_gated_mlps_of_decoders(family, tmp_path):
+    heads = {"head_dim": 8} if family in ("Gemma", "Qwen3") else {}
+    dense = getattr(keras_hub.models, f"{family}Backbone")(**DECODER, **heads)
+    task = getattr(keras_hub.models, f"{family}CausalLM")(dense, preprocessor=None)
+    sparse = converters.add_experts(task, (0,), ROUTER, verbose=0)
+    x = {"token_ids": np.arange(10).reshape(2, 5), "padding_mask": np.ones((2, 5))}
+    expected = task.predict_on_batch(x)
+    assert_near(sparse.predict_on_batch(x), expected, rtol=1e-5, atol=1e-6)
+    back = converters.to_dense_model(sparse.backbone, x, verbose=0)
+    hidden = dense.predict_on_batch(x)
+    assert_near(back.predict_on_batch(x), hidden, rtol=1e-5, atol=1e-5)
+    experts = sparse.backbone.moe_layers[0].experts
+    assert [len(bank.trainable_variables) for bank in experts.banks] == [1, 1, 1]
+    before = state(experts)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    sparse.compile(keras.optimizers.SGD(1.0), loss)
+    sparse.train_on_batch(x, x["token_ids"])
+    assert difference(before, state(experts)) > 0
+    restored = reloaded(sparse, tmp_path, compile=False)
+    found, expected = (model.predict_on_batch(x) for model in (restored, sparse))
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("sites", [None, [FEEDFORWARD], [tuple(reversed(FEEDFORWARD))]])
+def test_gated_mlps_are_named_in_any_order(sites):
+    dense = keras_hub.models.LlamaBackbone(**DECODER, dtype="mixed_bfloat16")
+    sparse = converters.add_experts(dense, (0,), ROUTER, sites, verbose=0)
+    x = {"token_ids": np.ones((2, 5)), "padding_mask": np.ones((2, 5))}
+    one, two = (to_numpy(ops.cast(m(x), "float32")) for m in (dense, sparse))
+    assert_near(two, one, rtol=0.02, atol=0.02)
+    phi3 = keras_hub.models.Phi3Backbone(**DECODER)
+    with pytest.raises(ValueError, match="Gated MLPs .* not supported yet in others"):
+        converters.add_experts(phi3, (0,), ROUTER, sites)
+    with pytest.raises(ValueError, match="must not depend on later ones"):
+        converters.add_experts(dense, (0,), SOFT, sites)
 
 
 @keras.saving.register_keras_serializable(package="tests")

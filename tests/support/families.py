@@ -96,18 +96,6 @@ def _mit():
     )
 
 
-def gemma():
-    return keras_hub.models.GemmaBackbone(
-        vocabulary_size=20,
-        num_layers=2,
-        num_query_heads=2,
-        num_key_value_heads=1,
-        hidden_dim=8,
-        intermediate_dim=12,
-        head_dim=4,
-    )
-
-
 def gpt2():
     return keras_hub.models.GPT2Backbone(**TEXT)
 

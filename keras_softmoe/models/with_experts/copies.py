@@ -46,7 +46,9 @@ def configuration_of(model):
 
 def task_with(task, backbone):
     """Return a copy of a KerasHub task with another backbone and the same head."""
-    copy = type(task).from_config({**task.get_config(), "backbone": backbone})
+    # Not a copy of the preprocessor, whose tokenizer would lack its vocabulary
+    parts = {"backbone": backbone, "preprocessor": task.preprocessor}
+    copy = type(task).from_config({**task.get_config(), **parts})
     heads = []
     for model in (task, copy):
         of_backbone = {id(weight) for weight in model.backbone.weights}

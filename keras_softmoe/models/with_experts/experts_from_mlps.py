@@ -11,6 +11,7 @@ from keras import ops
 
 from keras_softmoe.keras_adapter.surgery import sublayers
 from keras_softmoe.layers import ImageMoE, MoE
+from keras_softmoe.layers.mlp import activation_of
 from keras_softmoe.ops.kernels import reshape
 
 # Activations that layers call in their own code
@@ -20,23 +21,35 @@ _FULL_PRECISION = ("float32", "float64")
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class Chain(keras.layers.Layer):
-    """Layers applied one after the other: the MLP of another library's model."""
+    """Layers applied one after the other: the MLP of another library's model.
 
-    def __init__(self, parts, **kwargs):
+    With `gate`, the name of an activation, they are the gate, what it multiplies, and
+    the output, without biases.
+    """
+
+    def __init__(self, parts, gate=None, **kwargs):
         kwargs.setdefault("dtype", parts[0].dtype_policy)
         super().__init__(**kwargs)
-        self.parts = list(parts)
+        self.parts, self.gate = list(parts), gate
         self.built = all(part.built for part in parts)
 
     def build(self, inputs_shape):
-        for part in self.parts:
+        is_gated = self.gate is not None
+        if is_gated:
+            self.parts[0].build(inputs_shape)
+        for part in self.parts[is_gated:]:
             part.build(inputs_shape)
             inputs_shape = part.compute_output_shape(inputs_shape)
 
     def call(self, inputs, training=None):
         # Keras passes `training` on to the parts.
-        outputs = inputs
-        for part in self.parts:
+        outputs, parts = inputs, self.parts
+        if self.gate is not None:
+            # As in KerasHub, the activation is computed in float32.
+            gates = ops.cast(parts[0](inputs), "float32")
+            gates = ops.cast(activation_of(self.gate)(gates), self.compute_dtype)
+            outputs, parts = gates * parts[1](inputs), parts[2:]
+        for part in parts:
             outputs = part(outputs)
         sizes = tuple(inputs.shape[1:])
         if None in outputs.shape[1:] and None not in sizes:
@@ -46,12 +59,33 @@ class Chain(keras.layers.Layer):
 
     def get_config(self):
         parts = [keras.saving.serialize_keras_object(part) for part in self.parts]
-        return {**super().get_config(), "parts": parts}
+        gate = {} if self.gate is None else {"gate": self.gate}
+        return {**super().get_config(), "parts": parts, **gate}
 
     @classmethod
     def from_config(cls, config):
         parts = map(keras.saving.deserialize_keras_object, config["parts"])
         return cls(**{**config, "parts": list(parts)})
+
+
+class OpenGate(keras.layers.Layer):
+    """A gate that multiplies by one: numbers whose activation is one, `(..., 1)`.
+
+    It is in the place of the gate of a decoder, whose code then applies the activation
+    and multiplies by the outputs of experts. In float32, where it is one up to
+    rounding.
+    """
+
+    def __init__(self, activation, **kwargs):
+        super().__init__(dtype="float32", **kwargs)
+        function, low, high = activation_of(activation), 0.0, 4.0
+        for _ in range(40):
+            self.value = (low + high) / 2
+            result = ops.convert_to_numpy(function(ops.convert_to_tensor(self.value)))
+            low, high = (self.value, high) if result < 1 else (low, self.value)
+
+    def call(self, inputs):
+        return self.value * ops.ones_like(inputs[..., :1], dtype="float32")
 
 
 class _InModel:
@@ -79,14 +113,15 @@ class ImageMoEInModel(_InModel, ImageMoE):
     """`layers.ImageMoE` in a model."""
 
 
-def make_moe(router, parts, shape, settings, start="copies"):
+def make_moe(router, site, shape, settings, start="copies"):
     """Return a built `layers.MoE` whose experts are copies of an MLP.
 
     An MLP that `plain_mlp` recognizes becomes a bank of experts, any other the template
-    of the experts. `parts` are its layers, `shape` is that of the tokens, `(None, ...,
-    D)`, and `settings` are those of `layers.MoE`, and `by_image`.
+    of the experts. `shape` is that of the tokens, `(None, ..., D)`, and `settings` are
+    those of `layers.MoE`, and `by_image`.
     """
-    mlp = Chain(parts, name="mlp")
+    parts = site.parts
+    mlp = Chain(parts, site.gate, name="mlp")
     settings = {"dtype": mlp.dtype_policy, **settings}
     by_image = settings.pop("by_image", None)
     plain = plain_mlp(mlp, shape)
@@ -126,6 +161,8 @@ def make_moe(router, parts, shape, settings, start="copies"):
                 kernel, bias = np.zeros_like(kernel), np.zeros_like(bias)
         bank.kernel.assign(np.broadcast_to(kernel, bank.kernel.shape))
         bank.bias.assign(np.broadcast_to(bias[None], bank.bias.shape))
+        # The way back has no place for biases that the MLP lacks.
+        bank.bias.trainable = site.gate is None
     return moe
 
 
@@ -143,8 +180,13 @@ class PlainMLP(NamedTuple):
     def read(self, pairs=None):
         """Return a dict from names to kernel and bias, the layers' by default."""
         if pairs is None:
-            held = ((layer.kernel, layer.bias) for layer in self.layers)
-            pairs = [tuple(map(ops.convert_to_numpy, pair)) for pair in held]
+            kernels = [ops.convert_to_numpy(layer.kernel) for layer in self.layers]
+            pairs = [
+                (kernel, np.zeros_like(kernel[0]))
+                if layer.bias is None
+                else (kernel, ops.convert_to_numpy(layer.bias))
+                for kernel, layer in zip(kernels, self.layers, strict=True)
+            ]
         found = {}
         for name, (index, half) in self.pieces.items():
             found[name] = pairs[index]
@@ -162,7 +204,8 @@ class PlainMLP(NamedTuple):
             pairs = zip(*(halves[half] for half in sorted(halves)), strict=True)
             kernel, bias = (np.concatenate(pair, axis=-1) for pair in pairs)
             self.layers[index].kernel.assign(kernel)
-            self.layers[index].bias.assign(bias)
+            if self.layers[index].bias is not None:
+                self.layers[index].bias.assign(bias)
 
 
 def plain_mlp(mlp, shape):
@@ -172,8 +215,11 @@ def plain_mlp(mlp, shape):
     are those with which an MLP computes the same from random weights.
     """
     inside = [mlp, *(layer for _, layer, _ in sublayers(mlp))]
+    is_gated = isinstance(mlp, Chain) and mlp.gate is not None
     dense = [x for x in inside if type(x) is keras.layers.Dense and x.use_bias]
-    own = [v for layer in dense for v in (layer.kernel, layer.bias)]
+    if is_gated:
+        dense = list(mlp.parts)
+    own = [v for x in dense for v in (x.kernel, *([] if is_gated else [x.bias]))]
     # Random numbers (dropout, drop path) have a state, too.
     if len(dense) not in (2, 3) or {*map(id, mlp.variables)} != {*map(id, own)}:
         return None
@@ -190,7 +236,11 @@ def plain_mlp(mlp, shape):
     arrangements = _arrangements(dense, shape[-1])
     if arrangements:
         expected, values = _outputs(mlp, own, x, rng)
-        pairs = list(zip(values[::2], values[1::2], strict=True))
+        if is_gated:
+            activations = [mlp.gate]
+            pairs = [(kernel, np.zeros(kernel.shape[1])) for kernel in values]
+        else:
+            pairs = list(zip(values[::2], values[1::2], strict=True))
     for pieces, activation in itertools.product(arrangements, activations):
         plain = PlainMLP(dense, pieces, activation)
         layers = plain.read(pairs)

@@ -37,11 +37,22 @@ _FAMILIES = {
     "TransformerDecoder": _FEEDFORWARD,
 }
 
+# Decoders with gated MLPs in their own code: the gate, what it multiplies, the output.
+_FFW = tuple(f"feedforward_{name}_dense" for name in ("gate", "intermediate", "output"))
+_GATED = {
+    "LlamaTransformerDecoder": _FFW,
+    "QwenTransformerDecoder": _FFW,
+    "Qwen3TransformerDecoder": _FFW,
+    "MistralTransformerDecoder": _FFW,
+    "GemmaDecoderBlock": ("gating_ffw", "gating_ffw_2", "ffw_linear"),
+}
+_FAMILIES |= _GATED
+
 _DENSE_LAYERS = keras.layers.Dense | keras.layers.EinsumDense
 
 GATED = (
-    "Gated MLPs whose dense layers are parts of a block, as in the decoders of Llama "
-    "and Gemma, are not supported yet."
+    "Gated MLPs whose dense layers are parts of a block are supported in the decoders "
+    "of Llama, Gemma, Qwen, Qwen3 and Mistral, and not supported yet in others."
 )
 
 
@@ -50,12 +61,15 @@ class Site(NamedTuple):
 
     `paths` are the names of its `parts`, applied one after the other, `parents` the
     layers that have them. `is_causal`: it is in a block whose tokens see no later ones.
+    `gate` is the name of the activation of the first part, whose result is multiplied
+    by that of the second, if a decoder does so; else `None`.
     """
 
     paths: tuple
     parts: tuple
     parents: tuple
     is_causal: bool
+    gate: str | None = None
 
 
 def find_sites(model, rule=None):
@@ -87,7 +101,20 @@ def _site(parts, places):
     layer, is_causal = parts[0], False
     while layer is not None and not is_causal:
         is_causal, layer = _is_causal(layer), places[id(layer)][1]
-    return Site(paths, parts, parents, is_causal)
+    gate = None
+    if len(parts) == 3 and parts == _gated_parts(parents[0]):
+        # Gemma has it in its code.
+        activation = getattr(parents[0], "activation", None)
+        gate = keras.activations.serialize(activation) if activation else "gelu_tanh"
+    return Site(paths, parts, parents, is_causal, gate)
+
+
+def _gated_parts(block):
+    """Return the dense layers of the gated MLP of a decoder, `None` without one."""
+    for cls in type(block).__mro__:
+        if cls.__name__ in _GATED and is_of_keras_hub(block):
+            return tuple(sublayer(block, name) for name in _GATED[cls.__name__])
+    return None
 
 
 def places_of(model, sites):
@@ -134,7 +161,10 @@ def _matches(path, layer, rule):
                 part = None if part is None else sublayer(part, step)
             parts.append(part)
         if None not in parts:
-            found.append(tuple(parts))
+            gated = _gated_parts(layer) if len(parts) == 3 else None
+            # In the order of their use, whatever that of a user
+            is_gated = gated and {*map(id, gated)} == {*map(id, parts)}
+            found.append(gated if is_gated else tuple(parts))
     return found
 
 

@@ -14,7 +14,7 @@ from keras_softmoe.models import configuration
 from keras_softmoe.models.adaptation import EXPERT_LAYERS, enable_lora, quantize
 from keras_softmoe.models.mutable_routing import MutableRouting, recompile_on_change
 from keras_softmoe.models.with_experts import copies, mlp_sites
-from keras_softmoe.models.with_experts.experts_from_mlps import make_moe
+from keras_softmoe.models.with_experts.experts_from_mlps import OpenGate, make_moe
 from keras_softmoe.models.with_experts.token_shapes import ends, token_shapes
 
 
@@ -237,7 +237,7 @@ def _put_experts(model, sites, routers, held):
                 # From a file of a quantized model: by the paths of its layers
                 settings["dtype"] = model.dtype_policy
             shape = held.shapes[block]
-            moe = make_moe(routers[block], site.parts, shape, settings, held.start)
+            moe = make_moe(routers[block], site, shape, settings, held.start)
         if site.is_causal:
             mlp_sites.check_causal(routers[block], site, moe.routes_images)
         if is_fixed:
@@ -246,7 +246,9 @@ def _put_experts(model, sites, routers, held):
         pairs = zip(site.parts, site.parents, strict=True)
         for index, (part, parent) in enumerate(pairs):
             new = moe
-            if index:
+            if index == 0 and site.gate is not None:
+                new = OpenGate(site.gate, name=part.name)
+            elif index != (site.gate is not None):
                 new = keras.layers.Identity(dtype=part.compute_dtype, name=part.name)
             if isinstance(parent, surgery.FUNCTIONAL):
                 in_graph[id(part)] = new
