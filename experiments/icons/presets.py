@@ -177,7 +177,7 @@ model = ksm.models.{task}.from_preset(name)
 **Data.** {train["icons"]:,} icons of {bank.num_concepts:,} concepts from
 {train["sets"]} sets under open licences (`experiments/icons`; authors and licences are
 in `docs/results/icons.md`), turned, moved and scaled at random, in random contrast,
-half of them light on dark. {styles["families"]} families of sets with
+some of them light on dark. {styles["families"]} families of sets with
 {styles["icons"]:,} icons, and {of["concepts_held_out"]} other concepts, were held out,
 and no icon of theirs has a copy among those that were trained.
 
