@@ -130,7 +130,6 @@ def build(scale, model, num_classes):
         moe_layers=every_second if router else (),
         router=router,
         pooling="gap",
-        position_embedding="sincos2d",
     )
     converter = models.ViTMoEImageConverter(image_size=(32, 32))
     return models.ViTMoEImageClassifier(
