@@ -319,6 +319,7 @@ def choice_routing(scores, chosen, kept=None):
 
 def to_slots(routing, num_tokens):
     """Return `token`, `filled` and `gate` of a `ChoiceRouting` with `S` slots."""
+    routing = ChoiceRouting(*map(as_tensor, routing))
     experts = positions(routing.count.shape[0], routing.expert)
     # (G, S, K, E)
     of_expert = routing.expert[..., None] == experts
