@@ -33,6 +33,8 @@ _FAMILIES = {
     "WindowedTransformerEncoder": ("mlp_block",),
     "TransformerEncoder": _FEEDFORWARD,
     "DisentangledAttentionEncoder": _FEEDFORWARD,
+    # Of maps, in the detector D-FINE
+    "DFineEncoderLayer": ("fc1", "activation_fn_layer", "fc2"),
     # GPT-2, OPT, BART and others
     "TransformerDecoder": _FEEDFORWARD,
 }
