@@ -56,7 +56,8 @@ def task_with(task, backbone):
         of_backbone = {id(weight) for weight in model.backbone.weights}
         heads.append([w for w in model.weights if id(w) not in of_backbone])
     for old, new in zip(*heads, strict=True):
-        new.assign(old)
+        # Not the array itself, which JAX deletes when the copy is trained
+        new.assign(keras.ops.convert_to_numpy(old))
     return copy
 
 
