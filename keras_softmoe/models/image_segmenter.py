@@ -6,6 +6,7 @@ from collections.abc import Callable
 import keras
 import keras_hub
 import numpy as np
+from keras import ops
 
 from keras_softmoe.checks import check_numbers, check_whole_numbers, quote
 from keras_softmoe.models import configuration, data, fitting, image_preprocessor
@@ -175,7 +176,7 @@ class ViTMoEImageSegmenter(keras_hub.models.ImageSegmenter, MutableRouting):
         ignored = loss.get_config()["ignore_class"] if is_sparse else None
         if metrics == "auto":
             metrics = [
-                keras.metrics.MeanIoU(
+                _MeanIoU(
                     self.num_classes,
                     name="mean_iou",
                     ignore_class=ignored,
@@ -240,6 +241,26 @@ class ViTMoEImageSegmenter(keras_hub.models.ImageSegmenter, MutableRouting):
             "decoder_dim": self.decoder_dim,
         }
         return configuration.with_compilation(self, config)
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class _MeanIoU(keras.metrics.MeanIoU):
+    """Counts with a product: on PyTorch, Keras adds one pixel after the other."""
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        if not self.sparse_y_true:
+            y_true = ops.argmax(y_true, axis=self.axis)
+        if not self.sparse_y_pred:
+            y_pred = ops.argmax(y_pred, axis=self.axis)
+        y_true, y_pred = (ops.cast(ops.ravel(y), "int32") for y in (y_true, y_pred))
+        ignored = -1 if self.ignore_class is None else self.ignore_class
+        counts = ops.cast(y_true != ignored, "float32")
+        # Rows of zeros for what is ignored, (pixels, classes)
+        rows = ops.one_hot(ops.where(counts > 0, y_true, 0), self.num_classes)
+        rows = rows * counts[:, None]
+        columns = ops.one_hot(y_pred, self.num_classes)
+        found = ops.matmul(ops.transpose(rows), columns)
+        self.total_cm.assign_add(ops.cast(found, self.total_cm.dtype))
 
 
 def _wrong_masks(received, num_classes):
