@@ -32,6 +32,7 @@ REASONS = {
     # The same code everywhere, tested where that is quick.
     "one file": "what another process writes is the same from everywhere",
     "one backend": "the same code on all backends, tested on another one",
+    "families": "a large task, of which `--all-families` makes the table",
     "page": "this page is tested on another backend",
     # What a machine need not have.
     "package": "a package that the extra `test` does not ask for, such as timm, is "

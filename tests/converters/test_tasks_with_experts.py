@@ -12,6 +12,7 @@ import pytest
 from experiments import measured as kept
 from keras_softmoe import converters
 from keras_softmoe.keras_adapter.surgery import sublayers
+from tests import skips
 from tests.support import close
 from tests.support.families import ROUTER, inputs_of
 from tests.support.layer_checks import from_preset, reloaded
@@ -19,6 +20,8 @@ from tests.support.references import to_numpy
 from tests.support.tasks import SHAPE, TASKS, deeplab
 
 hub = keras_hub.models
+# Detectors take up to three minutes on TensorFlow.
+SLOW = ("RetinaNet (MiT)", "D-FINE (its encoder)", "DeepLabV3 (MiT)")
 BOXES = {
     "boxes": np.array([[[4.0, 4.0, 30.0, 30.0]]] * 2, "float32"),
     "labels": np.array([[1.0], [2.0]], "float32"),
@@ -107,7 +110,9 @@ def rows(pytestconfig):
 @pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64")
 @pytest.mark.filterwarnings("ignore:Gradients do not exist for variables")
 @pytest.mark.parametrize("name", TASKS)
-def test_task(name, rows, tmp_path):
+def test_task(name, rows, tmp_path, pytestconfig):
+    if name in SLOW and not pytestconfig.getoption("--all-families"):
+        pytest.skip(skips.REASONS["families"])
     row = measured(name, tmp_path)
     assert row["from dense"] < 1e-5 and row["from file"] < 1e-6
     assert row["a step"] > 1e-4
