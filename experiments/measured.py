@@ -39,9 +39,10 @@ whole step: a file differs from the model as two backends do.
 """
 FAMILIES = """\
 `ksm.converters.add_experts` in a tiny model of each family, with four experts in the
-second of two MLPs, of which each token chooses two, with room for all; then in tasks of KerasHub, named
-with the Transformer that is inside. Measured by `tests/converters/test_add_experts.py`
-and `tests/converters/test_tasks_with_experts.py` (`--all-families`).
+second of two MLPs, of which each token chooses two, with room for all; then in tasks of
+KerasHub, named with the Transformer inside. Measured by
+`tests/converters/test_add_experts.py` and `test_tasks_with_experts.py`
+(`--all-families`).
 
 - MLPs: how many were found.
 - experts: a bank (fast; LoRA and int8), or copies of a template, where the MLP has
