@@ -98,11 +98,6 @@ class ViT(Encoder, Image):
         """Width of the pooled output."""
         return self.representation_dim or self.hidden_dim
 
-    @property
-    def num_others(self) -> int:
-        """Number of leading tokens that are no patches."""
-        return self.num_registers + (self.pooling == "token")
-
     def inputs(self, batch_size: int | None) -> keras.KerasTensor:
         """Return the shape and dtype of a batch."""
         return keras.KerasTensor((batch_size, *self.image_shape))

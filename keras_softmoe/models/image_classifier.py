@@ -240,25 +240,21 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
             y = data.without_column(y)
         return keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
 
-    def head_config(self):
-        """Return the arguments of the constructor besides backbone and preprocessor."""
+    def get_config(self):
         head_dtype = self.head_dtype
         if self.output_dense.quantization_mode:
             head_dtype = self.output_dense.dtype_policy
         if head_dtype is not None:
             head_dtype = keras.dtype_policies.get(head_dtype)
             head_dtype = keras.dtype_policies.serialize(head_dtype)
-        return {
+        config = {
+            **keras_hub.models.Task.get_config(self),
             "num_classes": self.num_classes,
             "activation": self.activation,
             "dropout": self.dropout,
             "head_dtype": head_dtype,
             "trainable": configuration.trainable_argument(self),
         }
-
-    def get_config(self):
-        config = keras_hub.models.Task.get_config(self)
-        config |= ViTMoEImageClassifier.head_config(self)
         return configuration.with_compilation(self, config)
 
 

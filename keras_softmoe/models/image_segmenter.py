@@ -108,7 +108,6 @@ class ViTMoEImageSegmenter(keras_hub.models.ImageSegmenter, MutableRouting):
         policy = getattr(policy, "default_policy", policy)
         # The last layer alone is quantized: convolutions and resizing cannot be.
         dtype = policy.get_config().get("source_name", policy)
-
         known = {"data_format": "channels_last", "dtype": dtype}
         convolution = functools.partial(keras.layers.Conv2D, decoder_dim, **known)
 
@@ -130,12 +129,9 @@ class ViTMoEImageSegmenter(keras_hub.models.ImageSegmenter, MutableRouting):
             if tuple(x.shape[1:3]) != size:
                 x = resizing(size, f"resize_{level}")(x)
             found.append(x)
-        if decoder_dim is None:
-            merge = keras.layers.Concatenate(dtype=dtype, name="maps")
-            x = merge(found) if len(found) > 1 else found[0]
-        else:
-            merge = keras.layers.Add(dtype=dtype, name="maps")
-            x = merge(found) if len(found) > 1 else found[0]
+        merge = keras.layers.Concatenate if decoder_dim is None else keras.layers.Add
+        x = merge(dtype=dtype, name="maps")(found) if len(found) > 1 else found[0]
+        if decoder_dim is not None:
             x = keras.layers.Activation("gelu", dtype=dtype, name="activation")(x)
             x = convolution(3, padding="same", activation="gelu", name="convolution")(x)
         x = keras.layers.Dropout(dropout, dtype=dtype, name="output_dropout")(x)
@@ -175,15 +171,8 @@ class ViTMoEImageSegmenter(keras_hub.models.ImageSegmenter, MutableRouting):
         is_sparse = isinstance(loss, _SPARSE)
         ignored = loss.get_config()["ignore_class"] if is_sparse else None
         if metrics == "auto":
-            metrics = [
-                _MeanIoU(
-                    self.num_classes,
-                    name="mean_iou",
-                    ignore_class=ignored,
-                    sparse_y_true=is_sparse,
-                    sparse_y_pred=False,
-                )
-            ]
+            forms = {"sparse_y_true": is_sparse, "sparse_y_pred": False}
+            metrics = [_MeanIoU(self.num_classes, "mean_iou", None, ignored, **forms)]
         # Without metrics Keras would keep those of an earlier call.
         known = {"optimizer": optimizer, "loss": loss, "metrics": metrics or []}
         keras_hub.models.ImageSegmenter.compile(self, **known, **kwargs)
@@ -235,12 +224,8 @@ class ViTMoEImageSegmenter(keras_hub.models.ImageSegmenter, MutableRouting):
         return keras.utils.pack_x_y_sample_weight(x, y, weight)
 
     def get_config(self):
-        config = {
-            **keras_hub.models.Task.get_config(self),
-            **ViTMoEImageClassifier.head_config(self),
-            "decoder_dim": self.decoder_dim,
-        }
-        return configuration.with_compilation(self, config)
+        config = ViTMoEImageClassifier.get_config(self)
+        return {**config, "decoder_dim": self.decoder_dim}
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")

@@ -149,7 +149,7 @@ class ViTMoEBackbone(MoEBackbone):
                 layer = FeatureMap(
                     vit.patch_grid,
                     [-(-size // 2**level) for size in sizes],
-                    vit.num_others,
+                    vit.num_registers + (vit.pooling == "token"),
                     dtype=tokens.dtype,
                     name=f"pyramid_{name}",
                 )
