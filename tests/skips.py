@@ -114,6 +114,11 @@ ON_ALL = {
         "test_keras_file[sparse]@jax",
         "test_mixed_precision@tensorflow",
     ),
+    "models/test_image_segmenter.py": (
+        "test_files[4]",
+        "test_maps_are_the_patches[token]",
+        "test_pixels_of_an_ignored_class_do_not_count",
+    ),
     "models/test_mutable_routing.py": ("test_compiled_functions_obey",),
     "models/test_run_checks.py": (
         "test_a_compiled_run_is_refused_where_decisions_are_recorded[fit-True]",

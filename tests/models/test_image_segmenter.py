@@ -34,6 +34,12 @@ def segmenter(decoder_dim=4, backbone=None, **head):
     return model
 
 
+def mean_iou(masks, outputs):
+    pairs = [(to_numpy(masks) == c, outputs.argmax(-1) == c) for c in range(3)]
+    found = [(a & b).sum() / (a | b).sum() for a, b in pairs if (a | b).any()]
+    return np.mean(found)
+
+
 # === Pyramid ===
 
 
@@ -111,9 +117,7 @@ def test_fit_and_figures():
     assert "routing_loss" in history
     found = model.evaluate(x, masks[..., None], verbose=0, return_dict=True)
     predicted, expected = model.predict(x, verbose=0), preprocessor(x, masks)[1]
-    metric = keras.metrics.MeanIoU(3, sparse_y_pred=False)
-    metric.update_state(expected, predicted)
-    assert found["mean_iou"] == pytest.approx(float(metric.result()), abs=1e-5)
+    assert found["mean_iou"] == pytest.approx(mean_iou(expected, predicted), abs=1e-5)
     model.fit(x, masks, sample_weight=np.zeros(8), verbose=0)
     assert model.predict(x[:0], verbose=0).shape == (0, 64, 64, 3)
 
@@ -126,9 +130,8 @@ def test_pixels_of_an_ignored_class_do_not_count():
     masks[:, :32] = 255
     found = model.evaluate(images(), masks, verbose=0, return_dict=True)
     predicted = model.predict(images(), verbose=0)[:, 32:]
-    metric = keras.metrics.MeanIoU(3, sparse_y_pred=False)
-    metric.update_state(masks[:, 32:], predicted)
-    assert found["mean_iou"] == pytest.approx(float(metric.result()), abs=1e-5)
+    expected = mean_iou(masks[:, 32:], predicted)
+    assert found["mean_iou"] == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("pads", [False, True])
