@@ -54,7 +54,7 @@ class ViTMoEImageSegmenter(keras_hub.models.ImageSegmenter, MutableRouting):
     Examples:
         >>> backbone = ksm.models.ViTMoEBackbone.from_preset(name)
         >>> segmenter = ksm.models.ViTMoEImageSegmenter(backbone, num_classes=3)
-        >>> segmenter.predict(np.zeros((2, 32, 32, 3))).shape
+        >>> segmenter(np.zeros((2, 32, 32, 3))).shape
         (2, 32, 32, 3)
     """
 
