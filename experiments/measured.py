@@ -7,6 +7,7 @@ site shows it on its page on fidelity.
         export KERAS_BACKEND=$backend
         python -m pytest tests/exporting --all-exports
         python -m pytest tests/converters/test_add_experts.py --all-families
+        python -m pytest tests/converters/test_tasks_with_experts.py --all-families
     done
 """
 
@@ -38,8 +39,10 @@ whole step: a file differs from the model as two backends do.
 """
 FAMILIES = """\
 `ksm.converters.add_experts` in a tiny model of each family, with four experts in the
-second of two MLPs, of which each token chooses two, with room for all. Measured by
-`tests/converters/test_add_experts.py` (`--all-families`).
+second of two MLPs, of which each token chooses two, with room for all; then in tasks of
+KerasHub, named with the Transformer inside. Measured by
+`tests/converters/test_add_experts.py` and `test_tasks_with_experts.py`
+(`--all-families`).
 
 - MLPs: how many were found.
 - experts: a bank (fast; LoRA and int8), or copies of a template, where the MLP has
@@ -79,8 +82,15 @@ def write_families(backend, rows):
         backend: str.
         rows: dict from families to dicts with a value for each of `COLUMNS`.
     """
+    rounded = {
+        family: {
+            name: float(f"{value:.1e}") if isinstance(value, float) else value
+            for name, value in row.items()
+        }
+        for family, row in rows.items()
+    }
     kept = read()
-    kept["families"][backend] = {**kept["families"].get(backend, {}), **rows}
+    kept["families"][backend] = {**kept["families"].get(backend, {}), **rounded}
     _write(kept)
 
 

@@ -32,6 +32,7 @@ REASONS = {
     # The same code everywhere, tested where that is quick.
     "one file": "what another process writes is the same from everywhere",
     "one backend": "the same code on all backends, tested on another one",
+    "families": "a large task, of which `--all-families` makes the table",
     "page": "this page is tested on another backend",
     # What a machine need not have.
     "package": "a package that the extra `test` does not ask for, such as timm, is "
@@ -103,6 +104,8 @@ ON_ALL = {
     "models/test_fitting.py": "test_loop_of_jax[sparse] "
     "test_loop_of_tensorflow[sparse] test_no_step_after_the_last_batch@jax "
     "test_without_tensorflow",
+    "models/test_image_segmenter.py": "test_files[4] test_maps_are_the_patches[token] "
+    "test_pixels_of_an_ignored_class_do_not_count",
     "models/test_image_classifier.py": "test_fit_learns@jax "
     "test_keras_file[sparse]@jax test_mixed_precision@tensorflow",
     "models/test_mutable_routing.py": ("test_compiled_functions_obey",),

@@ -3,7 +3,7 @@
 from pathlib import Path
 from statistics import mean
 
-from experiments import small_data
+from experiments import segmentation, small_data
 from experiments.lib.comparisons import difference
 from experiments.lib.runs import read_json
 from experiments.real_weights.tables import report
@@ -36,6 +36,10 @@ def tables():
         "upcycled as published": published_table(),
         "small data": small_data.table(
             read_json(small_data.OUTPUT, ["results"])["results"]
+        )
+        + "\n",
+        "segmentation": segmentation.table(
+            read_json(segmentation.OUTPUT, ["results"])["results"]
         )
         + "\n",
     }

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import keras
+import numpy as np
 
 from keras_softmoe import checks
 from keras_softmoe.architecture.encoder import Encoder, EncoderLayers
@@ -12,6 +13,9 @@ from keras_softmoe.layers import embedding
 from keras_softmoe.layers.pooling import POOLINGS, TEXT_POOLINGS, pool
 from keras_softmoe.ops.position import RESAMPLINGS
 from keras_softmoe.routers.scores import DROPLESS
+
+# Maps of a pyramid: the coarsest one, P7, is 128 times smaller than the image.
+_MAPS = 6
 
 
 @record
@@ -57,6 +61,7 @@ class ViT(Encoder, Image):
     activation: str = "gelu_tanh"
     layer_norm_epsilon: float = 1e-6
     layer_scale: float | None = None
+    pyramid_blocks: Sequence | None = None
 
     def __post_init__(self):
         if self.group_images == "auto":
@@ -71,6 +76,26 @@ class ViT(Encoder, Image):
         checks.check_whole_numbers(0, num_registers=self.num_registers)
         if self.representation_dim is not None:
             checks.check_whole_numbers(1, representation_dim=self.representation_dim)
+        given, most = self.pyramid_blocks, self.num_layers
+        if given is not None:
+            blocks = tuple(given) if np.iterable(given) else ()
+            if not 0 < len(blocks) <= _MAPS or not all(
+                checks.is_whole_number(index, 0) and index < most for index in blocks
+            ):
+                raise ValueError(
+                    f"`pyramid_blocks` has one to {_MAPS} block indices from 0 to "
+                    f"{most - 1}, for the maps P2, P3, ... "
+                    + checks.received(pyramid_blocks=given)
+                )
+            vars(self).update(pyramid_blocks=blocks)
+
+    def flat(self) -> dict[str, Any]:
+        """Return all settings, `pyramid_blocks` only where it is given."""
+        # Files of models without it can be read by version 0.1.0.
+        found = super().flat()
+        if self.pyramid_blocks is None:
+            del found["pyramid_blocks"]
+        return found
 
     def _default_groups(self) -> dict[str, Any]:
         """Return the settings of groups and routers where groups are not given.

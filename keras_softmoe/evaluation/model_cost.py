@@ -103,9 +103,16 @@ def gflop_per_image(model):
 
 
 def _is_of_another_library(model):
+    """Return whether products are counted in calls: also of the segmenter's decoder."""
     backbone = getattr(model, "backbone", model)
     has_record = isinstance(getattr(backbone, "architecture", None), Settings)
-    return isinstance(model, keras.Model) and model.built and not has_record
+    is_known = has_record and (backbone is model or _has_known_head(model))
+    return isinstance(model, keras.Model) and model.built and not is_known
+
+
+def _has_known_head(model):
+    classes = map(keras.saving.get_registered_name, type(model).__mro__)
+    return not set(_TASKS).isdisjoint(classes)
 
 
 def _counts(model, dtype=None):
@@ -153,7 +160,11 @@ def _variable_dtype(dtype):
     return policy.variable_dtype
 
 
-_PAIR_TASKS = ("keras_softmoe>LIMoEContrastive", "keras_softmoe>TwoTowerContrastive")
+_TASKS = (
+    "keras_softmoe>ViTMoEImageClassifier",
+    "keras_softmoe>LIMoEContrastive",
+    "keras_softmoe>TwoTowerContrastive",
+)
 
 
 class Described(NamedTuple):
@@ -192,9 +203,8 @@ def _read(model, changes):
     backbone = getattr(model, "backbone", model)
     found = getattr(backbone, "architecture", None)
     num_classes = getattr(model, "num_classes", None)
-    classes = map(keras.saving.get_registered_name, type(model).__mro__)
-    is_task = num_classes is not None or not set(_PAIR_TASKS).isdisjoint(classes)
-    if not isinstance(found, Settings) or (backbone is not model and not is_task):
+    is_known = backbone is model or _has_known_head(model)
+    if not isinstance(found, Settings) or not is_known:
         raise ValueError(
             "`cost` counts the name or directory of a preset, a backbone of this "
             "library, a `ViTMoEImageClassifier`, a `LIMoEContrastive`, a "

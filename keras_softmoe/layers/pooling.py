@@ -1,4 +1,4 @@
-"""Pooling of tokens to one vector per image or text, and the scale of similarities."""
+"""Pooling of tokens to a vector or a map, and the scale of similarities."""
 
 import math
 
@@ -9,7 +9,7 @@ from keras_softmoe.checks import check_numbers
 from keras_softmoe.keras_adapter.layers import Layer
 from keras_softmoe.layers.attention import Attention, LayerNormalization
 from keras_softmoe.layers.mlp import MLP
-from keras_softmoe.ops.kernels import as_mask
+from keras_softmoe.ops.kernels import as_mask, reshape
 from keras_softmoe.ops.numbers import at_least, positions, where
 
 POOLINGS = ("token", "first", "gap", "map")
@@ -73,6 +73,48 @@ def _pool_masked(tokens, pooling, mask):
     places = where(mask[..., 0], place, 0)
     is_chosen = places == ops.amax(places, axis=1, keepdims=True)
     return ops.sum(where(is_chosen[..., None] & mask, tokens, 0.0), axis=1)
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class FeatureMap(Layer):
+    """Map of the patches of an image, resized without weights.
+
+    A smaller map has the maximum of each window, as the coarsest one of ViTDet, if the
+    windows have one size. All others are interpolated (bilinear).
+
+    Args:
+        grid: `(rows, columns)` of patches.
+        size: `(height, width)` of the map.
+        num_others: int, number of leading tokens that are no patches.
+        **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
+
+    Maps `(B, S, D)` to `(B, height, width, D)`.
+
+    Source: Li et al. 2022 (ViTDet), section 3, where deconvolutions enlarge maps.
+    """
+
+    config_arguments = ("grid", "size", "num_others")
+
+    def __init__(self, grid, size, num_others=0, **kwargs):
+        super().__init__(**kwargs)
+        self.grid, self.size, self.num_others = tuple(grid), tuple(size), num_others
+
+    def call(self, tokens):
+        # (B, rows, columns, D)
+        patches = tokens[:, self.num_others :]
+        maps = reshape(patches, (-1, *self.grid, tokens.shape[-1]))
+        if self.grid == self.size:
+            return maps
+        pairs = list(zip(self.grid, self.size, strict=True))
+        if all(old % new == 0 for old, new in pairs):
+            window = tuple(old // new for old, new in pairs)
+            return ops.max_pool(maps, window, window, data_format="channels_last")
+        return ops.image.resize(
+            maps, self.size, "bilinear", data_format="channels_last"
+        )
+
+    def compute_output_shape(self, tokens_shape):
+        return (tokens_shape[0], *self.size, tokens_shape[-1])
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")

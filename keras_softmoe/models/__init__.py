@@ -37,6 +37,10 @@ from keras_softmoe.models.image_classifier import (
 from keras_softmoe.models.image_preprocessor import (
     ViTMoEImageClassifierPreprocessor as ViTMoEImageClassifierPreprocessor,
     ViTMoEImageConverter as ViTMoEImageConverter,
+    ViTMoEImageSegmenterPreprocessor as ViTMoEImageSegmenterPreprocessor,
+)
+from keras_softmoe.models.image_segmenter import (
+    ViTMoEImageSegmenter as ViTMoEImageSegmenter,
 )
 from keras_softmoe.models.limoe import (
     LIMoEBackbone as LIMoEBackbone,
@@ -49,10 +53,12 @@ from keras_softmoe.models.vit import ViTMoEBackbone as ViTMoEBackbone
 # Subclasses inherit the methods of their base class.
 loading.attach(backbone.MoEBackbone)
 loading.attach(ViTMoEImageClassifier, loading.load_classifier)
+loading.attach(ViTMoEImageSegmenter, loading.load_classifier)
 loading.attach(contrastive.ContrastiveTask, loading.load_contrastive)
 for _cls in (
     ViTMoEImageConverter,
     ViTMoEImageClassifierPreprocessor,
+    ViTMoEImageSegmenterPreprocessor,
     LIMoETokenizer,
     contrastive_preprocessor.ContrastivePreprocessor,
 ):
@@ -61,6 +67,7 @@ for _cls in (
     backbone.MoEBackbone,
     backbone.ModalityEncoder,
     ViTMoEImageClassifier,
+    ViTMoEImageSegmenter,
     contrastive.ContrastiveTask,
 ):
     _cls.export = exporting.export_model

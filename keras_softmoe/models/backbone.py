@@ -33,8 +33,11 @@ _FILE_BYTES = contextvars.ContextVar("file_bytes", default=None)
 
 
 @recompile_on_change
-class MoEBackbone(keras_hub.models.Backbone, MutableRouting):
+class MoEBackbone(keras_hub.models.FeaturePyramidBackbone, MutableRouting):
     """Base class of backbones whose encoder blocks may be mixtures of experts.
+
+    Only `ViTMoEBackbone` has a pyramid. It could not have that base class besides this
+    one: Keras inserts its functional model above `Backbone` once for each way there.
 
     `models` attaches `from_preset`, `save_to_preset` and `export`. A subclass has
     `check_inputs`, which raises unless arrays are valid inputs of the model.

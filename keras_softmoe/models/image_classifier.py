@@ -135,29 +135,38 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
         elif metrics == "auto" and loss != "auto" and not isinstance(loss, _SPARSE):
             # KerasHub's is for int labels; this one tells them apart by their shape.
             metrics = ["accuracy"]
-        super().compile(optimizer=optimizer, loss=loss, metrics=metrics, **kwargs)
+        keras_hub.models.ImageClassifier.compile(
+            self, optimizer=optimizer, loss=loss, metrics=metrics, **kwargs
+        )
         self._routing_loss = fitting.RoutingLoss(self)
+
+    # The methods from here to `get_config` are also those of the segmenter, which is of
+    # another class of KerasHub: without `super()`, which would refuse it.
 
     # === Balancing losses ===
 
     @property
     def metrics(self):
         own = getattr(self, "_routing_loss", None)
-        return [*super().metrics, *(own.metrics if own else [])]
+        known = keras_hub.models.Task.metrics.fget(self)
+        return [*known, *(own.metrics if own else [])]
 
     def compute_loss(
         self, x=None, y=None, y_pred=None, sample_weight=None, training=True
     ):
         self._routing_loss.count(self.losses if training else [])
-        return super().compute_loss(x, y, y_pred, sample_weight, training)
+        arguments = x, y, y_pred, sample_weight, training
+        return keras_hub.models.Task.compute_loss(self, *arguments)
 
     def get_metrics_result(self):
-        return self._routing_loss.without(super().get_metrics_result())
+        found = keras_hub.models.Task.get_metrics_result(self)
+        return self._routing_loss.without(found)
 
     # === Saving ===
 
     def get_compile_config(self):
-        return configuration.with_optimizer(self, super().get_compile_config())
+        config = keras_hub.models.Task.get_compile_config(self)
+        return configuration.with_optimizer(self, config)
 
     @property
     def routers(self) -> dict:

@@ -1,4 +1,4 @@
-"""Preprocessing of images: converter, and preprocessor of the classifier."""
+"""Preprocessing of images: converter, and preprocessors of the tasks."""
 
 from collections.abc import Sequence
 
@@ -94,6 +94,61 @@ class ViTMoEImageClassifierPreprocessor(keras_hub.models.ImageClassifierPreproce
 
     backbone_cls = ViTMoEBackbone
     image_converter_cls = ViTMoEImageConverter
+
+
+@keras.saving.register_keras_serializable(package="keras_softmoe")
+class ViTMoEImageSegmenterPreprocessor(keras_hub.models.ImageSegmenterPreprocessor):
+    """Preprocessor for `ViTMoEImageSegmenter`: images and masks are resized alike.
+
+    A pixel of a resized mask is the nearest one, never a mean of classes.
+
+    Args:
+        image_converter: `ViTMoEImageConverter` or `None`.
+        resize_output_mask: bool, whether masks are resized as the images are.
+        pad_label: int, the class of what `pad_to_aspect_ratio` of the converter adds.
+        **kwargs: as in `keras_hub.models.ImageSegmenterPreprocessor`.
+
+    Masks are whole numbers `(B, height, width)` or `(B, height, width, 1)`, or one-hot.
+
+    Examples:
+        >>> converter = ksm.models.ViTMoEImageConverter(image_size=(32, 32))
+        >>> preprocessor = ksm.models.ViTMoEImageSegmenterPreprocessor(converter)
+        >>> images, masks = np.zeros((2, 48, 48, 3)), np.ones((2, 48, 48), "int32")
+        >>> preprocessor(images, masks)[1].shape
+        (2, 32, 32)
+    """
+
+    backbone_cls = ViTMoEBackbone
+    image_converter_cls = ViTMoEImageConverter
+
+    def __init__(
+        self, image_converter=None, resize_output_mask=True, pad_label=0, **kwargs
+    ):
+        super().__init__(image_converter, resize_output_mask, **kwargs)
+        self.pad_label = pad_label
+
+    def call(self, x, y=None, sample_weight=None):
+        converter = self.image_converter
+        x = converter(x) if converter else x
+        size = getattr(converter, "image_size", None)
+        if y is not None and size is not None and self.resize_output_mask:
+            has_channels = len(y.shape) == 4
+            y = keras.layers.Resizing(
+                *size,
+                interpolation="nearest",
+                crop_to_aspect_ratio=converter.crop_to_aspect_ratio,
+                pad_to_aspect_ratio=converter.pad_to_aspect_ratio,
+                fill_value=self.pad_label,
+                data_format="channels_last",
+                # Exact, where half precision would round classes from 256 on
+                dtype="int32",
+            )(y if has_channels else y[..., None])
+            y = y if has_channels else y[..., 0]
+        return keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
+
+    def get_config(self):
+        names = ("resize_output_mask", "pad_label")
+        return {**super().get_config(), **{name: getattr(self, name) for name in names}}
 
 
 def fit_image_size(preprocessor, image_size):

@@ -175,7 +175,7 @@ def attach_without_weights(cls):
 
 
 def load_classifier(read, cls, directory, load_weights, arguments):
-    """Load a classifier, see `attach`."""
+    """Load a classifier or a segmenter, see `attach`."""
     folder = Path(directory)
     name = folder.name if folder.is_dir() else directory
     if "num_classes" not in arguments:
@@ -196,7 +196,7 @@ def load_classifier(read, cls, directory, load_weights, arguments):
         if not (folder / "image_converter.json").is_file():
             raise ValueError(
                 f"The preset {name!r} holds a backbone only, without preprocessing of "
-                "images. Pass `preprocessor=ViTMoEImageClassifierPreprocessor("
+                f"images. Pass `preprocessor={cls.preprocessor_cls.__name__}("
                 "ViTMoEImageConverter())` for pixels from 0 to 255, or "
                 "`preprocessor=None` for images as the backbone expects them."
             )

@@ -7,6 +7,7 @@ import keras
 from keras import ops
 
 from keras_softmoe.architecture import ViT
+from keras_softmoe.layers.pooling import FeatureMap
 from keras_softmoe.models.arguments import check_images, offer_names
 from keras_softmoe.models.backbone import MoEBackbone, check_size
 from keras_softmoe.routers import Router
@@ -18,7 +19,8 @@ from keras_softmoe.types import DType, Tensor
 class ViTMoEBackbone(MoEBackbone):
     """Vision Transformer in which some blocks are mixtures of experts.
 
-    With `moe_layers=()` it is a dense ViT.
+    With `moe_layers=()` it is a dense ViT. KerasHub's segmenters and detectors on a
+    `FeaturePyramidBackbone` take it, see `pyramid_outputs`.
 
     Args:
         image_shape: `(height, width, channels)` of the images, in pixels.
@@ -54,6 +56,8 @@ class ViTMoEBackbone(MoEBackbone):
             and `dispatcher`, `equal_experts`, `expert_dropout_rate`, `remat_experts`,
             `dispatch_dtype` and `shared_mlp_dim` are arguments of `layers.MoE`.
         expert_mlp_dim: int or `None`, hidden width of an expert; `None` for `mlp_dim`.
+        pyramid_blocks: the blocks (from 0) of the maps P2, P3, ... of
+            `pyramid_outputs`, or `None` for P2 to P5 of the last block.
         dtype: dtype or policy of all layers but the routers, which stay in float32.
         name: str or `None`, name of the model.
         trainable: bool, whether the weights are trained.
@@ -106,6 +110,7 @@ class ViTMoEBackbone(MoEBackbone):
         dispatch_dtype: str | None = None,
         shared_mlp_dim: int | None = None,
         expert_mlp_dim: int | None = None,
+        pyramid_blocks: Sequence | None = None,
         dtype: DType = None,
         name: str | None = None,
         trainable: bool = True,
@@ -120,6 +125,40 @@ class ViTMoEBackbone(MoEBackbone):
         # === Functional Model ===
         images = keras.Input(shape=architecture.image_shape, name="images")
         super().__init__(architecture, images, layers(images), name, trainable)
+
+    @property
+    def pyramid_outputs(self) -> dict:
+        """Maps of the patches at several scales, a dict of Keras tensors.
+
+        `"P2"` is `(B, height / 4, width / 4, D)`, `"P3"` half as high and wide, and so
+        on: the normalized patches of the blocks in `pyramid_blocks`, resized without
+        weights. Class token and registers are left out.
+
+        Source: Li et al. 2022 (ViTDet), section 3: the last block is enough.
+
+        Examples:
+            >>> maps = keras.Model(backbone.inputs, backbone.pyramid_outputs)
+            >>> maps(np.zeros((2, 32, 32, 3)))["P3"].shape
+            (2, 4, 4, 32)
+        """
+        if not hasattr(self, "_pyramid_outputs"):
+            vit, last = self._architecture, self.num_layers - 1
+            norm, found = self.get_layer("encoder_norm"), {}
+            for level, block in enumerate(vit.pyramid_blocks or [last] * 4, start=2):
+                tokens = self.output["sequence_output"]
+                if block != last:
+                    tokens = norm(self.get_layer(f"block_{block}").output)
+                name, sizes = f"P{level}", self.image_shape[:2]
+                layer = FeatureMap(
+                    vit.patch_grid,
+                    [-(-size // 2**level) for size in sizes],
+                    vit.num_registers + (vit.pooling == "token"),
+                    dtype=tokens.dtype,
+                    name=f"pyramid_{name}",
+                )
+                found[name] = layer(tokens)
+            self._pyramid_outputs = found
+        return self._pyramid_outputs
 
     def route(self, images: Tensor) -> dict:
         """Return the decisions of the routers for a batch of images.

@@ -78,14 +78,7 @@ def rows(pytestconfig):
     found = {}
     yield found
     if pytestconfig.getoption("--all-families"):
-        rounded = {
-            family: {
-                name: float(f"{value:.1e}") if isinstance(value, float) else value
-                for name, value in row.items()
-            }
-            for family, row in found.items()
-        }
-        kept.write_families(BACKEND, rounded)
+        kept.write_families(BACKEND, found)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -48,6 +48,7 @@ PRINTED = {
     "placing_experts.py": ("refused:", "jax"),
     "real_weights.py": ("activation: gelu, epsilon: 1e-06", "torch"),
     "released_vmoe_checkpoints.py": ("fine-tuned: loss", "torch"),
+    "segmentation.py": ("V-MoE: mean IoU", "torch"),
     "switching_backends.py": ("same class for 100% of the images", "torch"),
     "upcycling.py": ("from ViT to V-MoE: logits change by up to", "torch"),
     "vmoe_at_low_capacity.py": ("MFLOP per image", "torch"),
@@ -56,6 +57,7 @@ PICTURES = {
     "demo.py": 1,
     "inside_soft_moe.py": 9,
     "limoe_routing.py": 9,
+    "segmentation.py": 1,
     "vmoe_at_low_capacity.py": 3,
 }
 HERE = [guide for guide, (_, backends) in PRINTED.items() if BACKEND in backends]

@@ -64,7 +64,7 @@ def test_metadata(tmp_path):
     save(tiny.classifier(), tmp_path)
     metadata = json.loads((tmp_path / "preset" / "metadata.json").read_text())
     assert metadata["parameter_count"] == tiny.backbone().count_params()
-    assert metadata["tasks"] == ["ImageClassifier"]
+    assert metadata["tasks"] == ["ImageClassifier", "ImageSegmenter"]
 
 
 @pytest.mark.parametrize(

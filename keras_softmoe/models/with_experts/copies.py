@@ -29,6 +29,10 @@ def copy_of(model):
             "merge LoRA factors first, and add experts before `quantize`."
         ) from error
     copy.set_weights(model.get_weights())
+    for name, part in surgery.attributes_of(model).items():
+        # On PyTorch Keras does not know SAM's mask decoder as a part of its backbone.
+        if isinstance(part, keras.Layer) and hasattr(copy, name):
+            getattr(copy, name).set_weights(part.get_weights())
     # Not by their names, which KerasHub derives from that of the model
     old, new = ([m, *(x for _, x, _ in surgery.sublayers(m))] for m in (model, copy))
     for source, layer in zip(old, new, strict=True):
@@ -54,7 +58,8 @@ def task_with(task, backbone):
         of_backbone = {id(weight) for weight in model.backbone.weights}
         heads.append([w for w in model.weights if id(w) not in of_backbone])
     for old, new in zip(*heads, strict=True):
-        new.assign(old)
+        # Not the array itself, which JAX deletes when the copy is trained
+        new.assign(keras.ops.convert_to_numpy(old))
     return copy
 
 

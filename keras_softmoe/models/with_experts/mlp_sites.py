@@ -7,7 +7,7 @@ import keras
 
 from keras_softmoe import routers as kinds
 from keras_softmoe.checks import quote
-from keras_softmoe.keras_adapter.surgery import sublayer, sublayers
+from keras_softmoe.keras_adapter.surgery import attributes_of, sublayer, sublayers
 from keras_softmoe.layers import MoE, SoftMoE
 from keras_softmoe.routers.assignment import ExpertChoice, TokenChoice
 
@@ -33,6 +33,8 @@ _FAMILIES = {
     "WindowedTransformerEncoder": ("mlp_block",),
     "TransformerEncoder": _FEEDFORWARD,
     "DisentangledAttentionEncoder": _FEEDFORWARD,
+    # Of maps, in the detector D-FINE
+    "DFineEncoderLayer": ("fc1", "activation_fn_layer", "fc2"),
     # GPT-2, OPT, BART and others
     "TransformerDecoder": _FEEDFORWARD,
 }
@@ -225,6 +227,10 @@ def _refuse_without_sites(model, rule, layers):
     if any(_is_causal(layer) for _, layer, _ in layers):
         note = " Its blocks are causal decoders: routers must not look at later tokens."
     asked = "" if rule is None else f" and sites={quote(rule)}"
+    held = attributes_of(model).values()
+    held = {id(x): x for x in held if isinstance(x, keras.Model)}
+    inside = " and ".join(f"a `{type(x).__name__}`" for x in held.values())
+    asked += f" with {inside} inside" if inside else ""
     raise ValueError(
         "No MLP was found that experts could replace. Name its layers in `sites`, "
         "several in a tuple if a block spreads its MLP over them. "

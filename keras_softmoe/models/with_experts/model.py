@@ -82,6 +82,7 @@ class ModelWithExperts(
             start=start,
             moe_settings=moe_settings,
         )
+        tracked = {id(weight) for weight in model.weights}
         inner = _inner_backbones(model, found, held)
         layers, in_graph = _put_experts(model, chosen, routers, held)
         inputs, outputs, attributes = _graph_with(model, in_graph)
@@ -89,7 +90,13 @@ class ModelWithExperts(
         keras_hub.models.Backbone.__init__(
             self, inputs=inputs, outputs=outputs, dtype=model.dtype_policy, name=name
         )
+        own = {id(weight) for weight in self.weights}
         for attribute, value in attributes.items():
+            further = value.weights if isinstance(value, keras.Layer) else ()
+            further = {id(weight) for weight in further} - own
+            if attribute not in vars(self) and further & tracked:
+                # SAM's mask decoder: no part of the graph, and tracked by Keras
+                setattr(self, attribute, value)
             vars(self).setdefault(attribute, value)
         surgery.renew_parameters(self)
         if trainable is not True:

@@ -106,6 +106,9 @@ def example_inputs(model, batch_size=1):
     tokens = getattr(model, "max_sequence_length", None) or _TOKENS
     inputs, found = ends(model)[0], []
     for x in keras.tree.flatten(inputs):
-        sizes = (tokens if n is None else n for n in x.shape[1:])
+        sizes = [tokens if n is None else n for n in x.shape[1:]]
+        if x.shape[1:].count(None) > 2:
+            # Any number of masks of any size, which prompt SAM: none
+            sizes[0] = 0
         found.append(keras.KerasTensor((batch_size, *sizes), x.dtype))
     return keras.tree.pack_sequence_as(inputs, found)
