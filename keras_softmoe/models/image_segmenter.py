@@ -180,7 +180,7 @@ class ViTMoEImageSegmenter(keras_hub.models.ImageSegmenter, MutableRouting):
 
     # === Data ===
 
-    def checked_class_weight(self, class_weight):
+    def checked_class_weight(self, class_weight: dict) -> None:
         """Raise: Keras has weights of classes for one label each."""
         raise ValueError(
             "`class_weight` is for one label of an image. Received: class_weight="

@@ -60,7 +60,9 @@ def test_no_setting_has_a_name_of_keras(cls):
 @pytest.mark.parametrize("cls", SETTINGS)
 def test_flat_and_back(cls):
     found = cls.of(SETTINGS[cls])
-    assert list(found.flat()) == list(cls.names())
+    # Left out where it is not given
+    names = [name for name in cls.names() if name != "pyramid_blocks"]
+    assert list(found.flat()) == names
     assert cls.of(found.flat()) == found
     with pytest.raises(dataclasses.FrozenInstanceError):
         found.dtype = "float16"

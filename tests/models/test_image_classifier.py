@@ -80,7 +80,7 @@ def test_auxiliary_loss_is_trained_but_not_evaluated():
             noise_std=0.0,
             losses=[routers.RoutingLoss(ops.importance_loss, weight=weight)],
         )
-        model = tiny.classifier(router=router)
+        model = tiny.classifier(router=router, group_images=1)
         model.compile(keras.optimizers.SGD(0.0))
         fitted.append(model.fit(x, y, verbose=0).history["loss"][0])
         evaluated.append(model.evaluate(x, y, verbose=0)[0])
