@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from experiments.icons.sources import SIZE
 from keras_softmoe import datasets, models, routers
 
-VOCABULARY_SIZE, SEQUENCE_LENGTH = 2000, 8
+VOCABULARY_SIZE, SEQUENCE_LENGTH = 2000, 12
 NUM_EXPERTS, GROUP_IMAGES = 8, 32
 # Soft minimum of experts for text, and for images.
 TEXT_EXPERTS, IMAGE_EXPERTS = 3, 5
