@@ -298,6 +298,7 @@ CHOOSING = {
         3, num_selected_experts=2, capacity_factor=0.5
     ),
     "expert choice": SoftmaxExpertChoiceRouter(3),
+    "no capacity": SoftmaxTokenChoiceRouter(3, eval_capacity_factor="dropless"),
 }
 
 

@@ -151,6 +151,15 @@ def test_counts_of_pairs(name):
     assert sum(block.padding.sum() for block in found.values())
 
 
+def test_without_a_capacity():
+    router = routers.LIMoERouter(4, eval_capacity_factor="dropless")
+    found = statistics_of(pairs.limoe(router), pairs.images(), pairs.token_ids())
+    for block in found.values():
+        assert not sum(block.dropped.values())
+        for name, assigned in block.assigned.items():
+            np.testing.assert_array_equal(assigned, block.routed[name])
+
+
 @pytest.mark.parametrize("modality", ["image", "text"])
 def test_counts_of_one_modality(backbone, modality):
     router = pairs.SCARCE
