@@ -50,6 +50,7 @@ class Scale:
         learning_rate: float, the peak.
         longer: float, seconds of a step of `vmoe` over those of `dense`.
         seeds: tuple of int.
+        concepts: int or `None`, so many of the trained concepts, those most drawn.
         watched: int, icons of each point of a curve.
     """
 
@@ -62,13 +63,14 @@ class Scale:
     learning_rate: float
     longer: float
     seeds: tuple
+    concepts: int | None = None
     watched: int = 2048
 
 
 SCALES = {
-    "small": Scale(8, 64, 4, 2, 128, 10, 2e-3, 1.25, (60, 61, 62)),
+    "small": Scale(8, 64, 4, 2, 128, 10, 2e-3, 1.25, (60, 61, 62), 200),
     "full": Scale(4, 128, 6, 4, 512, 100, 1e-3, 1.25, (60, 61, 62, 63, 64)),
-    "smoke": Scale(16, 16, 2, 2, 64, 2, 2e-3, 1.5, (0, 1), 64),
+    "smoke": Scale(16, 16, 2, 2, 64, 2, 2e-3, 1.5, (0, 1), 20, 64),
 }
 BRACKET_SEED, RATES = 1060, (1e-3, 2e-3, 4e-3)
 
@@ -183,6 +185,19 @@ def training(scale, bank, key, seed):
     )
 
 
+def most_drawn(bank, count):
+    """A bank with the `count` most drawn of its trained concepts, `None` for all."""
+    if count is None:
+        return bank
+    trained = bank.label[bank.split == banks.SPLITS.index("train")]
+    counts = np.bincount(trained, minlength=len(bank.concepts))
+    others = np.ones(len(counts), bool)
+    others[np.argsort(-counts, kind="stable")[:count]] = False
+    gone = others[bank.label] & ~bank.held_out[bank.label]
+    split = np.where(gone, -1, bank.split).astype("int8")
+    return bank._replace(split=split, held_out=others)
+
+
 def some(bank, split, count=None):
     """Pictures of a split, all or some, and their labels."""
     rows, labels = bank.rows(split)
@@ -270,7 +285,7 @@ def main(arguments=None):
         return
     seeds = chosen.seeds or scale.seeds
     check_before([chosen.work, chosen.output], seeds, scale.seeds)
-    bank = banks.load(chosen.bank)
+    bank = most_drawn(banks.load(chosen.bank), scale.concepts)
     if keras.config.backend() == "torch" and chosen.scale != "full":
         one_thread()
     if chosen.bracket:

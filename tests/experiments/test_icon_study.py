@@ -30,6 +30,16 @@ def small_bank():
     )
 
 
+def test_fewer_concepts():
+    bank = study.most_drawn(small_bank(), 20)
+    assert bank.num_concepts == 20
+    for split in ("train", "held_out_styles"):
+        rows, labels = bank.rows(split)
+        assert len(np.unique(bank.label[rows])) == len(np.unique(labels)) == 20
+        assert labels.max() == 19
+    assert len(bank.rows("held_out_concepts")[0]) == 36
+
+
 def test_program(tmp_path, capsys):
     write(small_bank(), tmp_path / "bank.npz")
     places = [f"--{name}={tmp_path / name}" for name in ("work", "output")]
