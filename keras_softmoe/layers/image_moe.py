@@ -51,7 +51,7 @@ class ImageMoE(MoE):
             )
         if None in inputs_shape[1:]:
             raise ValueError(
-                "Experts for whole images need known sizes but the batch's. Received: "
+                "`ImageMoE` needs to know all sizes except the batch's. Received: "
                 f"shape={tuple(inputs_shape)}. Give them to `keras.Input`."
             )
         self._map_shape = tuple(inputs_shape[1:])
