@@ -123,7 +123,7 @@ print(
 ## Training
 
 Each epoch has new scenes. `mean_iou`, the mean over the classes of intersection over
-union, is computed meanwhile.
+union, is reported by `fit`.
 """
 
 for epoch in range(EPOCHS):

@@ -271,10 +271,10 @@ def experts_of_tokens(decision):
 
 def check_labels(num_images, labels):
     """Raise unless there is one label for each image."""
-    if len(labels) != num_images:
+    if np.shape(labels) != (num_images,):
         raise ValueError(
             "Each image must have one label. Received: "
-            f"{num_images} images, {len(labels)} labels."
+            f"{num_images} images, {len(labels)} labels of shape {np.shape(labels)}."
         )
 
 

@@ -12,7 +12,7 @@ from keras_softmoe.architecture.settings import Settings, record
 from keras_softmoe.layers import embedding
 from keras_softmoe.layers.pooling import POOLINGS, TEXT_POOLINGS, pool
 from keras_softmoe.ops.position import RESAMPLINGS
-from keras_softmoe.routers.scores import DROPLESS
+from keras_softmoe.routers.scores import DROPLESS, Capacity
 
 # Maps of a pyramid: the coarsest one, P7, is 128 times smaller than the image.
 _MAPS = 6
@@ -106,8 +106,10 @@ class ViT(Encoder, Image):
         """
         is_list = isinstance(self.router, list | tuple)
         routers = self.router if is_list else [self.router]
-        if not all(getattr(r, "has_default_capacity", False) for r in routers):
-            return {"group_images": 1}
+        for router in routers:
+            is_known = getattr(router, "chooses_alone", False)
+            if not is_known or router.capacity_policy != Capacity():
+                return {"group_images": 1}
         routers = [r.with_settings(eval_capacity_factor=DROPLESS) for r in routers]
         return {"group_images": 32, "router": routers if is_list else routers[0]}
 

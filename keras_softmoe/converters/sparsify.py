@@ -222,16 +222,16 @@ def sparsify(model: keras.Model) -> keras.Model:
     same up to rounding, for `top_k / num_experts` of the experts' products.
 
     It has the class, the names and the very weights of the model that is passed in:
-    nothing is copied, training one trains both, and files are those of KerasHub. It
-    loads them, and `sparsify` is called again. `enable_lora` and `quantize` leave the
-    experts out, as in KerasHub. Functions that XLA compiles on TensorFlow compute every
+    nothing is copied, and training one trains both. Saved files are KerasHub's: load
+    them there and call `sparsify` again. `enable_lora` and `quantize` leave the experts
+    out, as in KerasHub. Functions that XLA compiles on TensorFlow compute every
     expert.
 
     Families: Mixtral, Qwen-MoE, Qwen3-MoE, Qwen3.5-MoE, GPT-OSS and Gemma 4.
 
     Args:
         model: `keras_hub.models.Backbone` of one of these families, or a task on one,
-            such as a `CausalLM`. A task must be compiled again if it was by hand.
+            such as a `CausalLM`. A task that you compiled must be compiled again.
 
     Returns:
         A model of the same class, which shares its weights and preprocessor. `model`

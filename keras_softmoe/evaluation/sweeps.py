@@ -15,12 +15,13 @@ from keras_softmoe.evaluation.model_cost import gflop_per_image
 from keras_softmoe.types import Figure
 
 COST = "gflop_per_image"
+_EVAL = "eval_capacity_factor"
 # Settings that save compute: drawn falling, and on a scale of ratios.
-_SAVING = ("capacity_factor", "eval_capacity_factor", "experts_kept", "keep_fraction")
+_SAVING = ("capacity_factor", _EVAL, "experts_kept", "keep_fraction")
 _NAMES = {
     COST: "GFLOP per image",
     "capacity_factor": "capacity factor C",
-    "eval_capacity_factor": "capacity factor C outside training",
+    _EVAL: "capacity factor C outside training",
     "experts_kept": "experts kept in each block",
     "keep_fraction": "fraction of tokens kept",
     "layers": "blocks",
@@ -177,6 +178,12 @@ def routing_sweep(
         raise ValueError(
             "A sweep needs settings and values, for example "
             f"`capacity_factor=(1.0, 0.5)`. Received: {grid}."
+        )
+    others = [getattr(r, _EVAL, None) for r in classifier.routers.values()]
+    if any(others) and "capacity_factor" in grid and _EVAL not in grid:
+        raise ValueError(
+            f"Outside training `{_EVAL}` is the capacity of this model: sweep that "
+            f"instead of `capacity_factor`. Received: {grid} with {_EVAL}={others}."
         )
     images, labels = (np.asarray(array) for array in test)
     if len(images) != len(labels) or not len(images):

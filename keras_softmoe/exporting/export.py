@@ -107,8 +107,9 @@ def checked_job(
     _check(model, filepath, format)
     signature = _signature(model, input_signature)
     batches = {spec.shape[0] for spec in keras.tree.flatten(signature)}
-    whole = (m for m in moe_layers_of(model) if m.group_images is None)
-    if None in batches and not all(layer.router.num_rows(1) for layer in whole):
+    # For predictions of single images `None` is no batch.
+    whole = any(m.images_of_group() is None for m in moe_layers_of(model))
+    if None in batches and whole:
         raise ValueError(
             "`group_images=None` routes a whole batch as one group, so "
             "`input_signature` must have the size of the batch. Received: batch sizes "
@@ -176,12 +177,13 @@ def _check(model, filepath, format):
                 f"deterministic. Received: {router.path} with {random_logits=}, "
                 f"{priority=}. Call `set_routing(random_logits=False, priority='max')`."
             )
-        if router.num_rows(1):
-            factor = router.num_experts / router.choices_per_token
+        factor = router.num_rows(1) and router.num_experts / router.choices_per_token
+        if factor and factor > 1:
+            less = 2 if factor > 2 else 1.05
             warnings.warn(
                 f"{router.path} predicts without a capacity: in an exported model each "
                 f"expert computes all tokens of an image, {factor:g} times the compute."
-                " `set_routing(eval_capacity_factor=2)` computes less, and drops "
+                f" `set_routing(eval_capacity_factor={less})` computes less, and drops "
                 "tokens of full experts.",
                 stacklevel=4,
             )

@@ -106,8 +106,9 @@ def share_weights(source, model):
     shapes = [[tuple(w.shape) for w in m.weights] for m in (source, model)]
     if shapes[0] != shapes[1]:
         raise ValueError(
-            "A model is built again from its configuration. Received: a "
-            f"`{type(source).__name__}` with other weights than that tells."
+            "A model is built again from its configuration, with the same weights. "
+            f"Received: a `{type(source).__name__}` whose weights have other shapes. "
+            "Pass it as its `from_config` or `from_preset` builds it."
         )
     pairs = ([m, *(layer for _, layer, _ in sublayers(m))] for m in (source, model))
     for old, new in zip(*pairs, strict=True):

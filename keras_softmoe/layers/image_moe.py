@@ -49,6 +49,11 @@ class ImageMoE(MoE):
                 "A router that distinguishes tokens of images and text cannot route "
                 f"whole images. {received(router=self.router)}"
             )
+        if None in inputs_shape[1:]:
+            raise ValueError(
+                "`ImageMoE` needs to know all sizes except the batch's. Received: "
+                f"shape={tuple(inputs_shape)}. Give them to `keras.Input`."
+            )
         self._map_shape = tuple(inputs_shape[1:])
         super().build(inputs_shape)
 
@@ -56,14 +61,14 @@ class ImageMoE(MoE):
         x, mask = as_sequence(inputs, mask)
         # (B, 1, D) means for the router, and (B, 1, S * D) images for the experts
         means, images, valid = images_as_tokens(x, mask)
-        num_experts = self.router.num_experts
-        tokens, valid, counts = group(means, valid, self.group_images, num_experts)
+        groups = self.images_of_group(training), self.router.num_experts
+        tokens, valid, counts = group(means, valid, *groups)
         sharded = is_distributed()
         if sharded:
             self._check_groups(x.shape[0], tokens.shape[0])
         routing, rows = self._route(tokens, valid, counts, training)
         # The images themselves, in the same groups: (G, group_images, S * D)
-        slots, _, _ = group(images, None, self.group_images, num_experts)
+        slots, _, _ = group(images, None, *groups)
         if self.dispatch_dtype:
             slots = self._rounded(slots)
         # (G, E, C, S * D)
@@ -73,7 +78,7 @@ class ImageMoE(MoE):
         if self.dispatch_dtype:
             slots = self._rounded(slots)
         outputs = combine(slots, routing, tokens.shape[1], sharded)
-        if self.group_images != 1:
+        if groups[0] != 1:
             outputs = ungroup(outputs, images)
         # An expert computes masked tokens of its images, too.
         outputs = zero_padding(reshape(outputs, ops.shape(x)), mask)

@@ -234,17 +234,20 @@ class MoE(Layer):
                 "keeps every token, too."
             )
 
+    def images_of_group(self, training=False):
+        """Return the images that a call routes together, `None` for the whole batch."""
+        router = self.router
+        is_alone = not training and router.chooses_alone and router.num_rows(1)
+        # No image then depends on others: empty images would only fill a group.
+        return 1 if is_alone else self.group_images
+
     def _check_groups(self, batch, num_groups):
         """Check a call under a distribution, which may not be that of `build`."""
         self._check_placement()
         groups.warn_of_split_groups(self, batch, num_groups)
 
     def call(self, inputs, mask=None, training=None, modalities=()):
-        sharded, group_images = is_distributed(), self.group_images
-        if group_images != 1 and not training and self.router.num_rows(1):
-            # Without a capacity no image depends on others, and a group would only be
-            # filled with empty images.
-            group_images = 1
+        sharded, group_images = is_distributed(), self.images_of_group(training)
         # 1. Sequences: (B, ..., D) -> (B, S, D), with zeros for padding
         x, mask = groups.as_sequence(inputs, mask)
         # 2. Groups of images that compete for slots: (B, S, D) -> (G, S, D)

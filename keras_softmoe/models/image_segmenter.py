@@ -171,8 +171,7 @@ class ViTMoEImageSegmenter(keras_hub.models.ImageSegmenter, MutableRouting):
         is_sparse = isinstance(loss, _SPARSE)
         ignored = loss.get_config()["ignore_class"] if is_sparse else None
         if metrics == "auto":
-            forms = {"sparse_y_true": is_sparse, "sparse_y_pred": False}
-            metrics = [_MeanIoU(self.num_classes, "mean_iou", None, ignored, **forms)]
+            metrics = [_MeanIoU(self.num_classes, "mean_iou", ignore_class=ignored)]
         # Without metrics Keras would keep those of an earlier call.
         known = {"optimizer": optimizer, "loss": loss, "metrics": metrics or []}
         keras_hub.models.ImageSegmenter.compile(self, **known, **kwargs)
@@ -233,10 +232,10 @@ class _MeanIoU(keras.metrics.MeanIoU):
     """Counts with a product: on PyTorch, Keras adds one pixel after the other."""
 
     def update_state(self, y_true, y_pred, sample_weight=None):
-        if not self.sparse_y_true:
-            y_true = ops.argmax(y_true, axis=self.axis)
-        if not self.sparse_y_pred:
-            y_pred = ops.argmax(y_pred, axis=self.axis)
+        # One-hot masks for any loss; others have no axis of classes, or one of size 1.
+        if tuple(y_true.shape[3:]) == tuple(y_pred.shape[3:]):
+            y_true = ops.argmax(y_true, axis=-1)
+        y_pred = ops.argmax(y_pred, axis=-1)
         y_true, y_pred = (ops.cast(ops.ravel(y), "int32") for y in (y_true, y_pred))
         ignored = -1 if self.ignore_class is None else self.ignore_class
         counts = ops.cast(y_true != ignored, "float32")

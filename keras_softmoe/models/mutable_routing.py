@@ -12,6 +12,7 @@ from keras_softmoe.architecture import moe_layers_of
 from keras_softmoe.checks import is_whole_number, quote, received
 from keras_softmoe.keras_adapter import runs
 from keras_softmoe.routers.recording import is_recording
+from keras_softmoe.routers.scores import DROPLESS
 from keras_softmoe.sharding.constraints import check_placement
 from keras_softmoe.sharding.variables import gather_rows, is_sharded, num_processes
 
@@ -42,8 +43,9 @@ class MutableRouting:
             **settings: new values: `capacity_factor`, `eval_capacity_factor` and
                 `random_logits` of sparse routers; `num_selected_experts`, `priority`,
                 `keep_fraction` and `normalize_gates` if tokens choose;
-                `single_modality_capacity_factor` of LIMoE's. And of all blocks at once
-                `group_images`, see `layers.MoE`.
+                `single_modality_capacity_factor` of LIMoE's. `capacity_factor` alone is
+                also that of predictions which had none (`"dropless"`). And of all
+                blocks at once `group_images`, see `layers.MoE`.
 
         Raises:
             ValueError: if a block has no router, a router has no such setting, or a
@@ -74,6 +76,9 @@ class MutableRouting:
             # Most calls of `from_preset` have none: make no routers for them.
             return
         groups = {n: settings.pop(n) for n in ("group_images",) if n in settings}
+        found = {getattr(routers[i], "eval_capacity_factor", None) for i in layers}
+        if "capacity_factor" in settings and found == {DROPLESS}:
+            settings.setdefault("eval_capacity_factor", None)
         if groups and not is_for_all:
             raise ValueError(
                 "`group_images` is one number for all MoE blocks of a model. Received: "

@@ -50,7 +50,7 @@ class ViTMoEBackbone(MoEBackbone):
         layer_scale: float or `None`, initial value of learned factors of the outputs of
             attention and MLPs.
         group_images: int or `None`, images whose tokens are routed together. `"auto"`
-            is 1; and where tokens choose experts and the router has the default
+            is 1; and where each token chooses alone and the router has the default
             capacity, 32 in training and predictions without a capacity
             (`eval_capacity_factor="dropless"`), so that fewer tokens are dropped. This
             and `dispatcher`, `equal_experts`, `expert_dropout_rate`, `remat_experts`,

@@ -85,6 +85,8 @@ class Router(Layer):
 
     # Whether a slot holds a mixture of tokens (`DenseRouting`) instead of one
     mixes_tokens = False
+    # Whether a token chooses experts whatever the other tokens of its group are
+    chooses_alone = False
     # Number of directions for `set_directions`; 0 if there are no such weights
     num_directions = 0
     # Whether tokens are L2-normalized before the product with the directions

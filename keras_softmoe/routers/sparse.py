@@ -275,10 +275,11 @@ class SparseRouter(Router, PolicySettings):
     # === Capacity ===
 
     @property
-    def has_default_capacity(self):
-        """Bool, whether tokens choose, and the settings of the capacity are not set."""
-        policy = self.capacity_policy
-        return self.assignment.has_rows and policy == type(policy)()
+    def chooses_alone(self):
+        # Not by a plan of a group, nor as one of the best tokens of a group
+        policy = self.assignment
+        is_own = policy.has_rows and not self.scores.compares_tokens
+        return is_own and policy.keep_fraction == 1
 
     @property
     def choices_per_token(self):

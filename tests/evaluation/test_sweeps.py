@@ -103,6 +103,13 @@ def test_settings_are_put_back_after_an_error():
             "7 images, 1 labels",
         ),
         (lambda m: evaluation.routing_sweep(m, ([], []), priority=["max"]), "0 images"),
+        (
+            lambda m: [
+                m.set_routing(eval_capacity_factor=2.0),
+                evaluation.routing_sweep(m, TEST, capacity_factor=[1, 2]),
+            ],
+            "eval_capacity_factor=",
+        ),
     ],
 )
 def test_bad_arguments_are_named(call, received):

@@ -164,6 +164,27 @@ def test_other_routers(router):
     assert all((a != b).any() for a, b in zip(before, after, strict=True))
 
 
+@pytest.mark.parametrize("layer", [layers.MoE, layers.ImageMoE])
+@pytest.mark.parametrize(
+    "router",
+    [
+        routers.SinkhornTokenChoiceRouter(NUM_EXPERTS, capacity_factor=None),
+        routers.SoftmaxTokenChoiceRouter(
+            NUM_EXPERTS, capacity_factor=None, keep_fraction=0.5, priority="max"
+        ),
+    ],
+    ids=["sinkhorn", "some tokens"],
+)
+def test_choices_that_depend_on_the_group(router, layer):
+    """Predictions compare the tokens of a group; such a router has no groups alone."""
+    layer = layer(router, 12, group_images=5)
+    x = normal(SHAPE)
+    _, decision = recorded(layer, x)
+    assert len(decision.summary["load"]) == 1
+    backbone = tiny.backbone(router=type(router)(NUM_EXPERTS))
+    assert backbone.group_images == (1 if layer.router.scores.compares_tokens else 32)
+
+
 def test_where_rows_cannot_be_counted():
     # In int8, and compiled by XLA on TensorFlow: by slots, with the same result.
     layer = build(2)

@@ -90,6 +90,12 @@ def test_rows(router, tmp_path):
     assert not masked[8:].any()
 
 
+def test_images_have_a_known_size():
+    layer = layers.ImageMoE(ROUTERS["token choice"](), mlp_dim=8)
+    with pytest.raises(ValueError, match=r"\(None, None, 6\).*`keras.Input`"):
+        layer(keras.Input((None, 6)))
+
+
 def test_rows_in_groups_of_one():
     x = normal((16, 6))
     layer = layers.MoE(routers.SoftmaxTokenChoiceRouter(4), mlp_dim=8)

@@ -122,6 +122,17 @@ def test_fit_and_figures():
     assert model.predict(x[:0], verbose=0).shape == (0, 64, 64, 3)
 
 
+def test_any_loss_has_figures():
+    masks = np.random.default_rng(0).integers(3, size=(2, 64, 64))
+    model, found = segmenter(), []
+    for loss, y in (("mse", np.eye(3)[masks]), (lambda y, x: x[..., 0], masks)):
+        model.compile(loss=loss)
+        found.append(model.evaluate(images(), y, verbose=0, return_dict=True))
+    expected = mean_iou(masks, model.predict(images(), verbose=0))
+    for result in found:
+        assert result["mean_iou"] == pytest.approx(expected, abs=1e-5)
+
+
 def test_pixels_of_an_ignored_class_do_not_count():
     loss = keras.losses.SparseCategoricalCrossentropy(True, ignore_class=255)
     model = segmenter()

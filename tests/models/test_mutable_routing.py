@@ -147,6 +147,27 @@ def test_groups_with_other_settings_and_files(tmp_path):
         assert_near(actual, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_defaults_where_tokens_choose():
+    """Groups in training, no capacity in predictions, until one is given."""
+    router = routers.SoftmaxTokenChoiceRouter(4)
+    model = tiny.backbone(router=router)
+    assert (model.group_images, model.router.eval_capacity_factor) == (32, "dropless")
+    x = tiny.images(3)
+    (decision,) = model.route(x).values()
+    assert not keras.ops.convert_to_numpy(decision.summary["dropped"]).any()
+    alone = keras.ops.convert_to_numpy(model(x[:1])["pooled_output"])
+    together = keras.ops.convert_to_numpy(model(x)["pooled_output"])
+    assert_near(together[:1], alone, atol=1e-6)
+    model.set_routing(capacity_factor=0.5)
+    assert model.router.eval_capacity_factor is None
+    (decision,) = model.route(x).values()
+    assert keras.ops.convert_to_numpy(decision.summary["dropped"]).any()
+    # What is given stays.
+    for settings in ({"router": tiny.SPARSE}, {"router": router, "group_images": 1}):
+        given = tiny.backbone(**settings)
+        assert (given.group_images, given.router.eval_capacity_factor) == (1, None)
+
+
 def test_a_configuration_forgets_groups_that_were():
     # Two slots for 40 tokens; none for the 5 that the model was built with.
     model = tiny.backbone(router=ROUNDING)
