@@ -247,7 +247,9 @@ class MoE(Layer):
         groups.warn_of_split_groups(self, batch, num_groups)
 
     def call(self, inputs, mask=None, training=None, modalities=()):
-        sharded, group_images = is_distributed(), self.images_of_group(training)
+        sharded, group_images = is_distributed(), self.group_images
+        if group_images != 1:
+            group_images = self.images_of_group(training)
         # 1. Sequences: (B, ..., D) -> (B, S, D), with zeros for padding
         x, mask = groups.as_sequence(inputs, mask)
         # 2. Groups of images that compete for slots: (B, S, D) -> (G, S, D)

@@ -158,7 +158,7 @@ def test_defaults_where_tokens_choose():
     alone = keras.ops.convert_to_numpy(model(x[:1])["pooled_output"])
     together = keras.ops.convert_to_numpy(model(x)["pooled_output"])
     assert_near(together[:1], alone, atol=1e-6)
-    model.set_routing(capacity_factor=0.5)
+    model.set_routing(capacity_factor=0.5, group_images=1)
     assert model.router.eval_capacity_factor is None
     (decision,) = model.route(x).values()
     assert keras.ops.convert_to_numpy(decision.summary["dropped"]).any()
