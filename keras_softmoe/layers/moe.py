@@ -234,7 +234,7 @@ class MoE(Layer):
                 "keeps every token, too."
             )
 
-    def images_of_group(self, training=False):
+    def images_of_group(self, training: bool = False) -> int | None:
         """Return the images that a call routes together, `None` for the whole batch."""
         router = self.router
         is_alone = not training and router.chooses_alone and router.num_rows(1)
