@@ -122,7 +122,11 @@ class ViTMoEImageSegmenterPreprocessor(keras_hub.models.ImageSegmenterPreprocess
     image_converter_cls = ViTMoEImageConverter
 
     def __init__(
-        self, image_converter=None, resize_output_mask=True, pad_label=0, **kwargs
+        self,
+        image_converter: ViTMoEImageConverter | None = None,
+        resize_output_mask: bool = True,
+        pad_label: int = 0,
+        **kwargs,
     ):
         super().__init__(image_converter, resize_output_mask, **kwargs)
         self.pad_label = pad_label

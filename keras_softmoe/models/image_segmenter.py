@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import keras
 import keras_hub
@@ -186,7 +187,7 @@ class ViTMoEImageSegmenter(keras_hub.models.ImageSegmenter, MutableRouting):
             f"{quote(class_weight)} for masks. Weigh classes in the `loss`."
         )
 
-    def check_labels(self, y):
+    def check_labels(self, y: Any) -> None:
         """Raise unless masks have classes of the model, or are finite."""
         loss = self._sparse_loss()
         if loss is None:
