@@ -167,8 +167,12 @@ def routing_sweep(
     Source: V-MoE, section 4.2, appendices C.2, E.4 and E.1 (`random_logits`).
 
     Examples:
-        >>> grid = {"priority": ("max", "position"), "capacity_factor": (1.05, 0.25)}
-        >>> sweep = ksm.evaluation.routing_sweep(sparse, (images, labels), **grid)
+        >>> sweep = ksm.evaluation.routing_sweep(
+        ...     sparse,
+        ...     (images, labels),
+        ...     priority=("max", "position"),
+        ...     capacity_factor=(1.05, 0.25),
+        ... )
         >>> sweep.rows[0].settings, sweep.rows[0].scores["accuracy"].mean()
         >>> figure = sweep.plot("capacity_factor", by="priority")
         >>> figure = sweep.plot("gflop_per_image", by="priority")

@@ -44,8 +44,9 @@ class TwoTowerBackbone(MoEBackbone, SingleModality):
     Examples:
         >>> image_tower = ksm.models.ViTMoEBackbone.from_preset(name)
         >>> text_tower = ksm.models.TextMoEBackbone(500, 16, 2, 2, 32, 64)
-        >>> settings = {"text_projection_dim": 96, "freeze_image": True}
-        >>> backbone = ksm.models.TwoTowerBackbone(image_tower, text_tower, **settings)
+        >>> backbone = ksm.models.TwoTowerBackbone(
+        ...     image_tower, text_tower, text_projection_dim=96, freeze_image=True
+        ... )
     """
 
     def __init__(

@@ -4,8 +4,8 @@ The examples of this module start from:
 
     >>> def make_classifier(num_classes=10):
     ...     router = ksm.routers.SoftmaxTokenChoiceRouter(num_experts=4)
-    ...     moe = {"moe_layers": (0,), "router": router}
-    ...     backbone = ksm.models.ViTMoEBackbone((32, 32, 3), 16, 1, 2, 16, 32, **moe)
+    ...     sizes = (32, 32, 3), 16, 1, 2, 16, 32, (0,)
+    ...     backbone = ksm.models.ViTMoEBackbone(*sizes, router)
     ...     return ksm.models.ViTMoEImageClassifier(backbone, num_classes)
     >>> classifier = make_classifier()
     >>> images, labels = (x[:8] for x in ksm.datasets.digits(image_size=32))

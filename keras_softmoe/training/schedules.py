@@ -39,8 +39,9 @@ class WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
     Source: V-MoE, table 6 and B.3; Soft MoE, sections 3.3 and 3.4; LIMoE, appendix A.
 
     Examples:
-        >>> decay = {"decay": "rsqrt", "cooldown_steps": 50_000}
-        >>> schedule = ksm.training.WarmupSchedule(1e-3, 300_000, 10_000, **decay)
+        >>> schedule = ksm.training.WarmupSchedule(
+        ...     1e-3, 300_000, 10_000, decay="rsqrt", cooldown_steps=50_000
+        ... )
         >>> [round(float(schedule(step)), 6) for step in (10_000, 20_000, 300_000)]
         [0.001, 0.000707, 0.0]
     """
