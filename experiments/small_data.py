@@ -29,6 +29,7 @@ from experiments.lib.runs import (
     adamw,
     batches_of,
     check_before,
+    dropped,
     finish,
     processor,
     read_json,
@@ -116,20 +117,6 @@ def classifier(settings, num_experts, steps, size=32, num_classes=10):
     optimizer = adamw(2e-3, steps, steps // 10, weight_decay=0.05)
     model.compile(optimizer, metrics=["accuracy"])
     return model
-
-
-def dropped(model, images, batch_size, training=False):
-    """The share of tokens that each block with experts drops, a list."""
-    blocks = {id(router): block for block, router in model.routers.items()}
-    found = {block: [] for block in blocks.values()}
-    for start in range(0, len(images), batch_size):
-        batch = model.preprocessor(images[start : start + batch_size])
-        with ksm.routers.record(lambda router: blocks.get(id(router))) as decisions:
-            model(keras.ops.convert_to_tensor(batch), training=training)
-        for block, decision in decisions.items():
-            lost = keras.ops.convert_to_numpy(decision.summary["dropped"])
-            found[block].append(lost.mean())
-    return [float(np.mean(shares)) for shares in found.values()]
 
 
 def measure(model, train, test):

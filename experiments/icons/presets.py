@@ -33,7 +33,14 @@ from experiments.lib.cards import (
     write_card,
     write_metadata,
 )
-from experiments.lib.runs import Run, adamw, check_before, finish, router_config
+from experiments.lib.runs import (
+    Run,
+    adamw,
+    check_before,
+    finish,
+    one_thread,
+    router_config,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS = (0, 1, 2)
@@ -228,14 +235,6 @@ def _words(runs):
 | seed | places | this model | chance |
 |---|---|---|---|
 {rows}"""
-
-
-def one_thread():
-    """Compute in one thread, on PyTorch, where others cost more than they bring."""
-    if keras.config.backend() == "torch":
-        import torch
-
-        torch.set_num_threads(1)
 
 
 def main(arguments=None):

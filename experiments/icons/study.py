@@ -19,13 +19,14 @@ import numpy as np
 
 from experiments.icons import bank as banks
 from experiments.icons.pictures import Icons, plain
-from experiments.icons.presets import one_thread
 from experiments.lib.runs import (
     RESULTS,
     Run,
     adamw,
     check_before,
+    dropped,
     finish,
+    one_thread,
     processor,
     read_json,
     result_file,
@@ -164,7 +165,7 @@ def training(scale, bank, key, seed):
             "parameters": classifier.count_params(),
         }
         if classifier.routers and "random" not in key:
-            found["dropped"] = dropped(classifier, known[0][:256])
+            found["dropped"] = dropped(classifier, known[0][:256], 256, training=True)
         return found
 
     def watch(classifier):
@@ -210,18 +211,6 @@ def accuracy(classifier, images, labels):
     logits = classifier.predict(images, batch_size=256, verbose=0)
     right = np.argmax(logits, axis=-1) == labels
     return float(np.mean(right & np.isfinite(logits).all(-1)))
-
-
-def dropped(classifier, images):
-    """The share of tokens that each block drops in training, a list."""
-    blocks = {id(router): block for block, router in classifier.routers.items()}
-    batch = keras.ops.convert_to_tensor(classifier.preprocessor(images))
-    with routers.record(lambda router: blocks.get(id(router))) as decisions:
-        classifier(batch, training=True)
-    found = (decision.summary.get("dropped") for decision in decisions.values())
-    return [
-        float(np.mean(keras.ops.convert_to_numpy(x))) for x in found if x is not None
-    ]
 
 
 def bracket(scale, bank, directory):
@@ -286,7 +275,7 @@ def main(arguments=None):
     seeds = chosen.seeds or scale.seeds
     check_before([chosen.work, chosen.output], seeds, scale.seeds)
     bank = most_drawn(banks.load(chosen.bank), scale.concepts)
-    if keras.config.backend() == "torch" and chosen.scale != "full":
+    if chosen.scale != "full":
         one_thread()
     if chosen.bracket:
         found, file = {}, chosen.output / f"bracket_{chosen.scale}.json"

@@ -20,8 +20,6 @@ import os
 import time
 from pathlib import Path
 
-import keras
-
 from experiments.letters.bank import load_bank
 from experiments.letters.models import SCALES
 from experiments.letters.pictures import PLACEMENTS, Letters
@@ -36,6 +34,7 @@ from experiments.letters.trainings import (
 from experiments.lib.runs import (
     check_before,
     finish,
+    one_thread,
     result_file,
     write_json,
 )
@@ -88,10 +87,7 @@ def main(arguments=None):
 def lower_priority():
     """Compute when nobody else wants to, on PyTorch in one thread."""
     os.nice(max(_NICENESS - os.nice(0), 0))
-    if keras.config.backend() == "torch":
-        import torch
-
-        torch.set_num_threads(1)
+    one_thread()
 
 
 def train(scale, letters, names, seeds, directory):

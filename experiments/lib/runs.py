@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import keras
+import numpy as np
 
 import keras_softmoe as ksm
 from benchmarks.accelerator import accelerator
@@ -202,6 +203,29 @@ class EpochData(keras.utils.PyDataset):
         return keras.callbacks.LambdaCallback(
             on_epoch_begin=lambda epoch, logs: self.start(epoch)
         )
+
+
+def one_thread():
+    """Compute in one thread, on PyTorch, where others cost more than they bring."""
+    if keras.config.backend() == "torch":
+        import torch
+
+        torch.set_num_threads(1)
+
+
+def dropped(model, images, batch_size, training=False):
+    """The share of tokens that each block with a sparse router drops, a list."""
+    blocks = {id(router): block for block, router in model.routers.items()}
+    found = {}
+    for start in range(0, len(images), batch_size):
+        batch = model.preprocessor(images[start : start + batch_size])
+        with ksm.routers.record(lambda router: blocks.get(id(router))) as decisions:
+            model(keras.ops.convert_to_tensor(batch), training=training)
+        for block, decision in decisions.items():
+            if "dropped" in decision.summary:
+                lost = keras.ops.convert_to_numpy(decision.summary["dropped"])
+                found.setdefault(block, []).append(lost.mean())
+    return [float(np.mean(shares)) for shares in found.values()]
 
 
 def adamw(learning_rate, steps, warmup_steps, weight_decay, clip_norm=None):
