@@ -209,6 +209,16 @@ def test_files(decoder_dim, tmp_path):
     assert difference(quantized, reloaded(quantized, tmp_path), images()) == 0
 
 
+def test_upcycled_from_its_preset(tmp_path):
+    model = segmenter(backbone=tiny.backbone(**SIZES, **tiny.DENSE))
+    model.save_to_preset(str(tmp_path))
+    router = tiny.routers.IdentityRouter(4)
+    for source in (model, str(tmp_path)):
+        sparse = converters.upcycle(source, (1,), router)
+        assert type(sparse) is type(model) and sparse.backbone.moe_layers == (1,)
+        assert difference(model, sparse, images()) < 1e-5
+
+
 @tiny.LOADING
 def test_from_the_preset_of_a_classifier():
     cls, name = models.ViTMoEImageSegmenter, "vmoe_tiny_patch4_16e_32_glyphs"
