@@ -212,7 +212,9 @@ def test_files(decoder_dim, tmp_path):
 def test_upcycled_from_its_preset(tmp_path):
     model = segmenter(backbone=tiny.backbone(**SIZES, **tiny.DENSE))
     model.save_to_preset(str(tmp_path))
-    router = tiny.routers.IdentityRouter(4)
+    router = tiny.routers.SoftmaxTokenChoiceRouter(
+        4, num_selected_experts=2, capacity_factor=None, normalize_gates=True
+    )
     for source in (model, str(tmp_path)):
         sparse = converters.upcycle(source, (1,), router)
         assert type(sparse) is type(model) and sparse.backbone.moe_layers == (1,)
