@@ -414,6 +414,8 @@ FEEDFORWARD = tuple(
 )
 
 
+# Keras' own code, in the quantization of embeddings
+@pytest.mark.filterwarnings("ignore:The use of `x.T` on tensors")
 @pytest.mark.parametrize("family", ["Llama", "Gemma", "Qwen", "Qwen3", "Mistral"])
 def test_gated_mlps_of_decoders(family, tmp_path):
     heads = {"head_dim": 8} if family in ("Gemma", "Qwen3") else {}
