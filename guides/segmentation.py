@@ -205,6 +205,32 @@ for block, found in maps.items():
     print(f"block {block}: {', '.join(shares)}")
 
 """
+## A few labelled patches
+
+How much of the classes the patches know without a decoder: a linear probe of a few
+labelled patches, of digits and of the background, by their middle pixel.
+"""
+
+
+def patches(images, masks):
+    scaled = model.preprocessor(images)
+    tokens = model.backbone.predict(scaled, verbose=0)["sequence_output"]
+    # Without the class token
+    tokens = tokens[:, -np.prod(model.backbone.patch_grid) :]
+    is_digit = (masks[:, 2::4, 2::4] > 0).astype("int32")
+    return tokens.reshape(-1, tokens.shape[-1]), is_digit.ravel()
+
+
+probe = ksm.evaluation.few_shot_probe(
+    None,
+    patches(x_train[:64], y_train[:64]),
+    patches(x_test, y_test),
+    shots=(5, 50),
+    verbose=0,
+)
+print(probe)
+
+"""
 ## Save, load, other sizes
 
 A preset holds the decoder and the preprocessor. With another `image_shape` the position

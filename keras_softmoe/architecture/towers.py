@@ -106,9 +106,11 @@ class ViT(Encoder, Image):
         """
         is_list = isinstance(self.router, list | tuple)
         routers = self.router if is_list else [self.router]
+        # As given, or as found here before and saved
+        defaults = Capacity(), Capacity(eval_capacity_factor=DROPLESS)
         for router in routers:
-            is_known = getattr(router, "chooses_alone", False)
-            if not is_known or router.capacity_policy != Capacity():
+            policy = getattr(router, "capacity_policy", None)
+            if policy not in defaults or not router.chooses_alone:
                 return {"group_images": 1}
         routers = [r.with_settings(eval_capacity_factor=DROPLESS) for r in routers]
         return {"group_images": 32, "router": routers if is_list else routers[0]}

@@ -8,13 +8,13 @@ from keras_softmoe.catalogue.lookup import (
     describe as describe,
     explain_errors as explain_errors,
     find_directory as find_directory,
-    has_task as has_task,
     is_handle as is_handle,
     names as names,
     names_of_kind as names_of_kind,
     read_config as read_config,
     read_metadata as read_metadata,
     rows as rows,
+    task_of as task_of,
     write as write,
 )
 from keras_softmoe.catalogue.row import moe_blocks as moe_blocks

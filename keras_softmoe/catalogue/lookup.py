@@ -216,12 +216,17 @@ def read_metadata(preset):
     return _metadata(find_directory(preset), preset)
 
 
-def has_task(preset):
-    """Return whether a preset of `find_directory` has a head, or only a backbone."""
+def task_of(preset):
+    """Return the name of the class of a preset's task, `None` for a backbone alone."""
     path = find_directory(preset)
     if path is None:
-        return rows()[str(preset)].release is not None
-    return (path / _TASK_FILE).is_file()
+        has_head = rows()[str(preset)].release is not None
+        return "keras_softmoe>ViTMoEImageClassifier" if has_head else None
+    file = path / _TASK_FILE
+    if not file.is_file():
+        return None
+    with explain_errors(path):
+        return json.loads(file.read_text(encoding="utf-8"))["registered_name"]
 
 
 @contextlib.contextmanager

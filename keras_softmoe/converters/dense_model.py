@@ -20,6 +20,7 @@ from keras_softmoe.models.image_preprocessor import (
     ViTMoEImageClassifierPreprocessor,
     ViTMoEImageConverter,
 )
+from keras_softmoe.models.image_segmenter import ViTMoEImageSegmenter
 from keras_softmoe.models.vit import ViTMoEBackbone
 from keras_softmoe.models.vmoe_params import load_vmoe_params
 
@@ -69,7 +70,8 @@ def dense_model(
             `pooling`, `position_embedding`, see `ViTMoEBackbone`.
 
     Returns:
-        `ViTMoEImageClassifier` if there is a head, otherwise `ViTMoEBackbone`.
+        `ViTMoEImageClassifier` if there is a head (of this library also
+        `ViTMoEImageSegmenter`), otherwise `ViTMoEBackbone`.
 
     Raises:
         CheckpointError: (a `ValueError`) if a file is missing, damaged or none of a
@@ -175,7 +177,7 @@ def _at_resolution(model, image_shape):
 
 def own_model(source):
     """Return the model of this library that a source is or names, or `None`."""
-    if isinstance(source, ViTMoEBackbone | ViTMoEImageClassifier):
+    if isinstance(getattr(source, "backbone", source), ViTMoEBackbone):
         return source
     if not _is_own_preset(source):
         return None
@@ -186,8 +188,11 @@ def own_model(source):
             "`source` must be a Vision Transformer. Received: "
             f"source={name!r}, a preset of {kind!r}."
         )
-    cls = ViTMoEImageClassifier if catalogue.has_task(name) else ViTMoEBackbone
-    return cls.from_preset(name)
+    known = {
+        None: ViTMoEBackbone,
+        "keras_softmoe>ViTMoEImageSegmenter": ViTMoEImageSegmenter,
+    }
+    return known.get(catalogue.task_of(name), ViTMoEImageClassifier).from_preset(name)
 
 
 def find_file(source):

@@ -42,8 +42,8 @@ def upcycle(
     of `capacity_factor=num_experts`.
 
     Args:
-        dense: a `ViTMoEBackbone` without experts, or an image classifier on one, which
-            is not changed. Or another source of `dense_model`.
+        dense: a `ViTMoEBackbone` without experts, or an image classifier or segmenter
+            on one, which is not changed. Or another source of `dense_model`.
         moe_layers: tuple of int, the blocks (counted from 0) that get experts.
         router: a router, a template; or a list with one for each of those blocks.
         start: `"copies"`; `"shared"`, the MLP as a shared expert and others with output
@@ -85,11 +85,14 @@ def upcycle(
     _check_split(split, backbone.mlp_dim, router, start)
     if start in _FROM_IMAGES:
         images = upcycling_starts.prepare_images(dense, backbone, images)
+    defaults = type(backbone.architecture).names()
     config = {
         **backbone.get_config(),
         "moe_layers": tuple(moe_layers),
         "router": router,
-        **{**accepted, **moe_settings},
+        # Groups of a dense model are no choice: those that its class has with a router
+        **{name: defaults.get(name, value) for name, value in accepted.items()},
+        **moe_settings,
         "shared_mlp_dim": backbone.mlp_dim if start == "shared" else None,
         "expert_mlp_dim": backbone.mlp_dim // split if split > 1 else None,
     }

@@ -12,6 +12,7 @@ import numpy as np
 from keras_softmoe import drawing
 from keras_softmoe.checks import is_number
 from keras_softmoe.evaluation.model_cost import gflop_per_image
+from keras_softmoe.routers.scores import DROPLESS
 from keras_softmoe.types import Figure
 
 COST = "gflop_per_image"
@@ -184,7 +185,9 @@ def routing_sweep(
             f"`capacity_factor=(1.0, 0.5)`. Received: {grid}."
         )
     others = [getattr(r, _EVAL, None) for r in classifier.routers.values()]
-    if any(others) and "capacity_factor" in grid and _EVAL not in grid:
+    # `set_routing` gives predictions without a capacity the one of training.
+    is_free = set(others) in (set(), {None}, {DROPLESS})
+    if not is_free and "capacity_factor" in grid and _EVAL not in grid:
         raise ValueError(
             f"Outside training `{_EVAL}` is the capacity of this model: sweep that "
             f"instead of `capacity_factor`. Received: {grid} with {_EVAL}={others}."

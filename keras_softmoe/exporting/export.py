@@ -177,7 +177,8 @@ def _check(model, filepath, format):
                 f"deterministic. Received: {router.path} with {random_logits=}, "
                 f"{priority=}. Call `set_routing(random_logits=False, priority='max')`."
             )
-        factor = router.num_rows(1) and router.num_experts / router.choices_per_token
+        rows = router.num_rows(1)
+        factor = rows and router.num_experts / rows
         if factor and factor > 1:
             less = 2 if factor > 2 else 1.05
             warnings.warn(

@@ -230,7 +230,7 @@ class MoE(Layer):
                 "Training without a capacity cannot be sharded: devices need equally "
                 "many rows of each group. Received: capacity_factor=None under a "
                 "distribution. "
-                f"`capacity_factor={router.num_experts / router.choices_per_token:g}` "
+                f"`capacity_factor={router.num_experts / router.num_rows(1, True):g}` "
                 "keeps every token, too."
             )
 
@@ -305,7 +305,7 @@ class MoE(Layer):
         elif isinstance(routing, ChoiceRouting):
             if self.dispatcher == "einsum":
                 routing = to_dense(routing, num_tokens)
-            elif self.experts.takes_rows():
+            elif self.experts.takes_rows() and not router.pads_rows:
                 return routing, {"count": routing.count}
             else:
                 # A slot for each token in every expert
@@ -374,9 +374,11 @@ class MoE(Layer):
 def _check_group_count(group_images):
     is_count = checks.is_whole_number(group_images, 1, "group_images")
     if not (is_count or group_images is None):
+        is_name = isinstance(group_images, str)
         raise ValueError(
             "A group consists of at least one image: `group_images` must be a positive "
             f"integer{checks.at_most('group_images')}, or `None` for the whole batch. "
+            + "A new `ViTMoEBackbone` also takes 'auto'. " * is_name
             + checks.received(group_images=group_images)
         )
 

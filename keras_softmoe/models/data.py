@@ -193,10 +193,15 @@ def _check_samples(model, x, y=None, weight=None):
             check_finite_images(array)
     if y is not None:
         model.check_labels(y)
+    # Of masks, also one for each pixel
+    size = getattr(y, "shape", ())[1:3]
+    shapes = [(), (1,), *([size, (*size, 1)] if len(size) == 2 else [])]
     for array in [] if weight is None else keras.tree.flatten(weight):
-        if array.dtype.kind in "OSUcmM" or array.shape[1:] not in ((), (1,)):
+        if array.dtype.kind in "OSUcmM" or array.shape[1:] not in shapes:
+            of_masks = f", or of each pixel of a mask, {('N', *size)}"
             raise ValueError(
-                "Sample weights must be numbers, one for each image, of shape (N,). "
+                "Sample weights must be numbers, one for each image, of shape (N,)"
+                f"{of_masks if len(size) == 2 else ''}. "
                 f"Received: sample_weight of shape {array.shape}, dtype {array.dtype}."
             )
         check_finite("Sample weights", "weight", array)

@@ -64,7 +64,8 @@ def fit(  # noqa: D417
         y: `(N,)` int labels; of a contrastive task `N` captions, a list or array of
             str, or `(N, sequence_length)` int token ids. `None` with batches.
         batch_size: int. Defaults to 32. `None` with batches.
-        sample_weight: optional `(N,)` array of finite numbers. Pairs have no weights.
+        sample_weight: optional `(N,)` array of finite numbers; of masks `(N,)`, or one
+            for each pixel, `(N, height, width)`. Pairs have no weights.
         validation_data: optional `(x, y)` or batches.
         validation_split: optional float, the last fraction of the arrays to validate.
         shuffle: bool, whether arrays and batches of a `PyDataset` are shuffled.

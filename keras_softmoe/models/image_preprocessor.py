@@ -108,7 +108,8 @@ class ViTMoEImageSegmenterPreprocessor(keras_hub.models.ImageSegmenterPreprocess
         pad_label: int, the class of what `pad_to_aspect_ratio` of the converter adds.
         **kwargs: as in `keras_hub.models.ImageSegmenterPreprocessor`.
 
-    Masks are whole numbers `(B, height, width)` or `(B, height, width, 1)`, or one-hot.
+    Masks are whole numbers `(B, height, width)` or `(B, height, width, 1)`, or one-hot;
+    sample weights of that shape are resized as they are, and 0 in what is added.
 
     Examples:
         >>> converter = ksm.models.ViTMoEImageConverter(image_size=(32, 32))
@@ -134,21 +135,28 @@ class ViTMoEImageSegmenterPreprocessor(keras_hub.models.ImageSegmenterPreprocess
     def call(self, x, y=None, sample_weight=None):
         converter = self.image_converter
         x = converter(x) if converter else x
-        size = getattr(converter, "image_size", None)
-        if y is not None and size is not None and self.resize_output_mask:
-            has_channels = len(y.shape) == 4
-            y = keras.layers.Resizing(
-                *size,
-                interpolation="nearest",
-                crop_to_aspect_ratio=converter.crop_to_aspect_ratio,
-                pad_to_aspect_ratio=converter.pad_to_aspect_ratio,
-                fill_value=self.pad_label,
-                data_format="channels_last",
-                # Exact, where half precision would round classes from 256 on
-                dtype="int32",
-            )(y if has_channels else y[..., None])
-            y = y if has_channels else y[..., 0]
+        if getattr(converter, "image_size", None) and self.resize_output_mask:
+            # Exact, where half precision would round classes from 256 on
+            y = self._resized(y, self.pad_label, "int32")
+            # What is added has no weight.
+            sample_weight = self._resized(sample_weight, 0, "float32")
         return keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
+
+    def _resized(self, y, fill_value, dtype):
+        """Return masks, or weights of pixels, in the size of the images."""
+        if y is None or len(y.shape) < 3:
+            return y
+        converter, has_channels = self.image_converter, len(y.shape) == 4
+        y = keras.layers.Resizing(
+            *converter.image_size,
+            interpolation="nearest",
+            crop_to_aspect_ratio=converter.crop_to_aspect_ratio,
+            pad_to_aspect_ratio=converter.pad_to_aspect_ratio,
+            fill_value=fill_value,
+            data_format="channels_last",
+            dtype=dtype,
+        )(y if has_channels else y[..., None])
+        return y if has_channels else y[..., 0]
 
     def get_config(self):
         names = ("resize_output_mask", "pad_label")

@@ -160,7 +160,8 @@ class ViTMoEImageSegmenter(keras_hub.models.ImageSegmenter, MutableRouting):
             loss: `"auto"` is the cross-entropy of whole numbers. That of Keras has an
                 `ignore_class`, a class whose pixels do not count.
             metrics: `"auto"` is `keras.metrics.MeanIoU`, named `mean_iou`.
-            **kwargs: as in `keras.Model.compile`.
+            **kwargs: as in `keras.Model.compile`. `weighted_metrics="auto"` is a
+                `weighted_mean_iou`, in which pixels count by their sample weights.
         """
         if optimizer == "auto":
             optimizer = keras.optimizers.Adam(5e-5)
@@ -171,11 +172,14 @@ class ViTMoEImageSegmenter(keras_hub.models.ImageSegmenter, MutableRouting):
             loss = _SPARSE(from_logits=self.activation is None)
         is_sparse = isinstance(loss, _SPARSE)
         ignored = loss.get_config()["ignore_class"] if is_sparse else None
-        if metrics == "auto":
-            metrics = [_MeanIoU(self.num_classes, "mean_iou", ignore_class=ignored)]
         # Without metrics Keras would keep those of an earlier call.
-        known = {"optimizer": optimizer, "loss": loss, "metrics": metrics or []}
-        keras_hub.models.ImageSegmenter.compile(self, **known, **kwargs)
+        known = {"metrics": metrics or [], **kwargs}
+        for kind, prefix in (("metrics", ""), ("weighted_metrics", "weighted_")):
+            if known.get(kind) == "auto":
+                iou = _MeanIoU(self.num_classes, prefix + "mean_iou", None, ignored)
+                known[kind] = [iou]
+        known |= {"optimizer": optimizer, "loss": loss}
+        keras_hub.models.ImageSegmenter.compile(self, **known)
         self._routing_loss = fitting.RoutingLoss(self)
 
     # === Data ===
@@ -184,7 +188,8 @@ class ViTMoEImageSegmenter(keras_hub.models.ImageSegmenter, MutableRouting):
         """Raise: Keras has weights of classes for one label each."""
         raise ValueError(
             "`class_weight` is for one label of an image. Received: class_weight="
-            f"{quote(class_weight)} for masks. Weigh classes in the `loss`."
+            f"{quote(class_weight)} for masks. Weigh classes in the `loss`, or pixels "
+            "by `sample_weight`."
         )
 
     def check_labels(self, y: Any) -> None:
@@ -217,8 +222,9 @@ class ViTMoEImageSegmenter(keras_hub.models.ImageSegmenter, MutableRouting):
         known = ViTMoEImageClassifier.preprocess_samples(self, x, y, sample_weight)
         x, y, weight = keras.utils.unpack_x_y_sample_weight(known)
         rank = len(getattr(weight, "shape", ()))
-        # One weight for all pixels of an image, (B, 1, 1)
+        # One weight for all pixels of an image, (B, 1, 1), or (B, height, width)
         weight = weight[:, None, None] if rank == 1 else weight
+        weight = weight[..., 0] if rank == 4 else weight
         if y is not None and len(y.shape) == 4 and y.shape[-1] == 1:
             y = y[..., 0]
         return keras.utils.pack_x_y_sample_weight(x, y, weight)
@@ -237,9 +243,13 @@ class _MeanIoU(keras.metrics.MeanIoU):
         if tuple(y_true.shape[3:]) == tuple(y_pred.shape[3:]):
             y_true = ops.argmax(y_true, axis=-1)
         y_pred = ops.argmax(y_pred, axis=-1)
+        shape = ops.shape(y_pred)
         y_true, y_pred = (ops.cast(ops.ravel(y), "int32") for y in (y_true, y_pred))
         ignored = -1 if self.ignore_class is None else self.ignore_class
         counts = ops.cast(y_true != ignored, "float32")
+        if sample_weight is not None:
+            weight = ops.cast(sample_weight, "float32")
+            counts = counts * ops.ravel(ops.broadcast_to(weight, shape))
         # Rows of zeros for what is ignored, (pixels, classes)
         rows = ops.one_hot(ops.where(counts > 0, y_true, 0), self.num_classes)
         rows = rows * counts[:, None]

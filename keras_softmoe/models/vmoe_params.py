@@ -35,6 +35,7 @@ _PARTS = (
     (r"pre_logits/", "pre_logits/"),
     (r"predictions/", "head/"),
     # V-MoE's models have none of these.
+    (r"(project_P\d|convolution)/", r"Decoder/\1/"),
     (r"block_(\d+)/moe/shared_mlp/", _BLOCK + "Moe/Shared/"),
     (r"block_(\d+)/attention_scale/", _BLOCK + "LayerScale_0/"),
     (r"block_(\d+)/mlp_scale/", _BLOCK + "LayerScale_1/"),

@@ -100,6 +100,9 @@ class Router(Layer):
     # sequence is routed like a shorter one. (Images that fill up a batch are padding as
     # well, but do not change the number of slots.)
     knows_num_tokens = False
+    # Without a capacity: whether experts have a slot for each token, as on several
+    # devices, so that shapes are fixed
+    pads_rows = False
     # Whether a call in training may differ from one outside of it
     differs_in_training = False
     # Arguments of the constructor that `get_config` serializes, as they were given

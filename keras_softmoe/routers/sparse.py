@@ -71,9 +71,6 @@ class SparseRouter(Router, PolicySettings):
     noisy_gates = True
     # Default of the argument `losses`
     default_losses = ()
-    # Without a capacity: whether experts have a slot for each token, as on several
-    # devices, so that shapes are fixed
-    pads_rows = False
 
     def __init__(
         self,

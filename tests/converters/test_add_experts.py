@@ -414,6 +414,8 @@ FEEDFORWARD = tuple(
 )
 
 
+# Keras' own code, in the quantization of embeddings
+@pytest.mark.filterwarnings("ignore:The use of `x.T` on tensors")
 @pytest.mark.parametrize("family", ["Llama", "Gemma", "Qwen", "Qwen3", "Mistral"])
 def test_gated_mlps_of_decoders(family, tmp_path):
     heads = {"head_dim": 8} if family in ("Gemma", "Qwen3") else {}
@@ -436,6 +438,23 @@ def test_gated_mlps_of_decoders(family, tmp_path):
     restored = reloaded(sparse, tmp_path, compile=False)
     found, expected = (model.predict_on_batch(x) for model in (restored, sparse))
     np.testing.assert_array_equal(found, expected)
+    # LoRA begins with the same outputs and trains factors; int8 stays near.
+    adapted, quantized = restored, reloaded(sparse, tmp_path, compile=False)
+    adapted.backbone.enable_lora(2)
+    banks = adapted.backbone.moe_layers[0].experts.banks
+    assert all(bank.lora_enabled for bank in banks)
+    np.testing.assert_array_equal(adapted.predict_on_batch(x), expected)
+    adapted.compile(keras.optimizers.SGD(1.0), loss)
+    adapted.train_on_batch(x, x["token_ids"])
+    quantized.quantize("int8")
+    error = np.abs(quantized.predict_on_batch(x) - expected).max()
+    assert 0 < error < 0.05 * np.abs(expected).max()
+    for changed in (adapted, quantized):
+        again = reloaded(changed, tmp_path, compile=False)
+        found, expected = (m.predict_on_batch(x) for m in (again, changed))
+        np.testing.assert_array_equal(found, expected)
+    dense.enable_lora(2)
+    refused("merge LoRA factors first", dense, (0,), ROUTER)
 
 
 @pytest.mark.parametrize("sites", [None, [FEEDFORWARD], [tuple(reversed(FEEDFORWARD))]])

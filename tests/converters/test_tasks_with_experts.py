@@ -11,7 +11,9 @@ import pytest
 
 from experiments import measured as kept
 from keras_softmoe import converters
+from keras_softmoe.architecture import moe_layers_of
 from keras_softmoe.keras_adapter.surgery import sublayers
+from keras_softmoe.models.backbone import MoEBackbone
 from tests import skips
 from tests.support import close
 from tests.support.families import ROUTER, inputs_of
@@ -22,8 +24,9 @@ from tests.support.tasks import SHAPE, TASKS, deeplab
 hub = keras_hub.models
 # Detectors take up to three minutes on TensorFlow, other tasks most of one.
 SLOW = ("RetinaNet (MiT)", "D-FINE (its encoder)", "DeepLabV3 (MiT)")
+QUICK = ("ViT, classifier", "ViTMoEImageSegmenter")
 if keras.backend.backend() != "torch":
-    SLOW = tuple(name for name in TASKS if name != "ViT, classifier")
+    SLOW = tuple(name for name in TASKS if name not in QUICK)
 BOXES = {
     "boxes": np.array([[[4.0, 4.0, 30.0, 30.0]]] * 2, "float32"),
     "labels": np.array([[1.0], [2.0]], "float32"),
@@ -70,13 +73,16 @@ def measured(name, folder):
     task = TASKS[name]()
     x = inputs(task)
     before = [to_numpy(weight).copy() for weight in task.weights]
-    sparse = converters.add_experts(task, (1,), ROUTER, verbose=0)
+    if is_ours := isinstance(task.backbone, MoEBackbone):
+        sparse = converters.upcycle(task, (1,), ROUTER)
+    else:
+        sparse = converters.add_experts(task, (1,), ROUTER, verbose=0)
     assert type(sparse) is type(task)
     for kind in (hub.FeaturePyramidBackbone, type(task.backbone)):
         is_one = isinstance(task.backbone, kind)
         assert isinstance(sparse.backbone, kind) == is_one
     from_dense = difference(task, sparse, x)
-    experts = sparse.backbone.moe_layers[1].experts
+    experts = moe_layers_of(sparse)[0].experts
     old = [to_numpy(weight).copy() for weight in experts.weights]
     for _, layer, _ in sublayers(sparse.backbone):
         # KerasHub saves the trained positions of DINOv2 only if their sum is larger.
@@ -89,7 +95,7 @@ def measured(name, folder):
     files = file, from_preset(sparse, folder / "p", type(task))
     assert all(map(np.array_equal, before, map(to_numpy, task.weights)))
     return {
-        "MLPs": sparse.backbone.num_blocks,
+        "MLPs": len(task.backbone.blocks) if is_ours else sparse.backbone.num_blocks,
         "experts": "bank" if hasattr(experts, "intermediate_dense") else "template",
         "from dense": from_dense,
         "a step": moved,

@@ -142,6 +142,20 @@ def test_does_not_where_theory_says_so(dense, expected, case):
     assert np.abs(outputs - expected).max() > 1e-3
 
 
+def test_groups_are_those_of_a_new_model(dense):
+    """And those that were found are found again in a saved configuration."""
+    router = routers.SoftmaxTokenChoiceRouter(NUM_EXPERTS)
+    sparse = upcycled(dense, router)
+    assert sparse.group_images == 32
+    assert sparse.routers[1].eval_capacity_factor == "dropless"
+    config = {**sparse.get_config(), "group_images": "auto"}
+    assert type(sparse).from_config(config).get_config() == sparse.get_config()
+    assert upcycled(dense, router, group_images=2).group_images == 2
+    assert upcycled(dense, SAME["all experts"]).group_images == 1
+    with pytest.raises(ValueError, match="also takes 'auto'. .*group_images='all'"):
+        upcycled(dense, router, group_images="all")
+
+
 def test_weights(dense):
     sparse = upcycled(dense, SAME["all experts"], group_images=2, dispatcher="einsum")
     assert type(sparse) is type(dense)

@@ -85,6 +85,20 @@ def test_random_routers(monkeypatch, layers):
     np.testing.assert_allclose(learned[0], expected)
 
 
+def test_predictions_without_a_capacity_get_the_swept_one():
+    model = tiny.classifier(**MOE)
+    figures = []
+    for settings in ({}, {"eval_capacity_factor": "dropless"}):
+        model.set_routing(**settings)
+        sweep = evaluation.routing_sweep(
+            model, TEST, capacity_factor=(0.25, 2.0), verbose=0
+        )
+        figures.append([sweep.scores(), [row.gflop_per_image for row in sweep.rows]])
+    np.testing.assert_array_equal(*[f[0] for f in figures])
+    assert figures[0][1] == figures[1][1]
+    assert model.routers[1].eval_capacity_factor == "dropless"
+
+
 def test_settings_are_put_back_after_an_error():
     model = tiny.classifier(**MOE)
     before = model.backbone.get_config()

@@ -145,6 +145,31 @@ def test_pixels_of_an_ignored_class_do_not_count():
     assert found["mean_iou"] == pytest.approx(expected, abs=1e-5)
 
 
+def test_pixels_have_weights():
+    """As if pixels of weight 0 were of an ignored class; of another size, resized."""
+    converter = models.ViTMoEImageConverter(image_size=(64, 64))
+    preprocessor = models.ViTMoEImageSegmenterPreprocessor(converter)
+    model = segmenter(preprocessor=preprocessor)
+    rng = np.random.default_rng(0)
+    x, masks = 255 * rng.random((2, 32, 32, 3)), rng.integers(3, size=(2, 32, 32))
+    weight = np.ones((2, 32, 32), "float32")
+    weight[:, :16] = 0
+    model.compile(keras.optimizers.SGD(0.1), weighted_metrics="auto")
+    found = model.evaluate(x, masks, None, weight, verbose=0, return_dict=True)
+    predicted = model.predict(x, verbose=0)[:, 32:]
+    expected = mean_iou(preprocessor(x, masks)[1][:, 32:], predicted)
+    assert found["weighted_mean_iou"] == pytest.approx(expected, abs=1e-5)
+    assert found["mean_iou"] != pytest.approx(expected, abs=1e-5)
+    loss = keras.losses.SparseCategoricalCrossentropy(True, reduction="sum")
+    of_half = loss(preprocessor(x, masks)[1][:, 32:], predicted) / (2 * 64 * 64)
+    assert found["loss"] == pytest.approx(float(of_half), rel=1e-4)
+    history = model.fit(x, masks[..., None], sample_weight=weight[..., None], verbose=0)
+    assert np.isfinite(history.history["loss"]).all()
+    for wrong in (weight[:, 1:], np.ones((2, 3))):
+        with pytest.raises(ValueError, match=r"of each pixel of a mask, \('N', 32, 32"):
+            model.fit(x, masks, sample_weight=wrong, verbose=0)
+
+
 @pytest.mark.parametrize("pads", [False, True])
 def test_images_and_masks_are_resized_alike(pads):
     masks = np.zeros((1, 20, 40), "uint8")
@@ -160,6 +185,8 @@ def test_images_and_masks_are_resized_alike(pads):
     preprocessor = models.ViTMoEImageSegmenterPreprocessor(converter, pad_label=0)
     x, y = preprocessor(masks[..., None].astype("float32"), masks)
     assert np.array_equal(to_numpy(x)[..., 0], to_numpy(y)) and to_numpy(y).max() == 3
+    _, y, weight = preprocessor(x, masks, masks / 3)
+    assert np.array_equal(to_numpy(y) / 3, to_numpy(weight))
     assert preprocessor(x, masks[..., None])[1].shape == (1, 10, 10, 1)
 
 
@@ -180,6 +207,18 @@ def test_files(decoder_dim, tmp_path):
     quantized = type(model).from_preset(str(folder))
     quantized.quantize("int8")
     assert difference(quantized, reloaded(quantized, tmp_path), images()) == 0
+
+
+def test_upcycled_from_its_preset(tmp_path):
+    model = segmenter(backbone=tiny.backbone(**SIZES, **tiny.DENSE))
+    model.save_to_preset(str(tmp_path))
+    router = tiny.routers.SoftmaxTokenChoiceRouter(
+        4, num_selected_experts=2, capacity_factor=None, normalize_gates=True
+    )
+    for source in (model, str(tmp_path)):
+        sparse = converters.upcycle(source, (1,), router)
+        assert type(sparse) is type(model) and sparse.backbone.moe_layers == (1,)
+        assert difference(model, sparse, images()) < 1e-5
 
 
 @tiny.LOADING

@@ -5,10 +5,18 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_softmoe import layers, routers
+from keras_softmoe import (
+    analysis,
+    distribution,
+    evaluation,
+    exporting,
+    layers,
+    routers,
+)
 from keras_softmoe.ops import SlotRouting
 from keras_softmoe.ops.assignment import identity
-from tests.support import cases
+from keras_softmoe.ops.routing import choice_routing
+from tests.support import cases, tiny
 from tests.support.layer_checks import reloaded
 from tests.support.references import to_numpy
 
@@ -56,6 +64,51 @@ def test_learned_router_is_trained_saved_and_loaded(tmp_path):
     assert loaded.layers[1].router.slots == 3
     found = [m.predict(TOKENS, batch_size=3, verbose=0) for m in (model, loaded)]
     np.testing.assert_array_equal(*found)
+
+
+@keras.saving.register_keras_serializable(package="own_router")
+class AloneRouter(routers.Router):
+    """Each token takes two experts, without slots."""
+
+    chooses_alone = True
+
+    def build(self, tokens_shape):
+        shape = (tokens_shape[-1], self.num_experts)
+        self.kernel = self.add_weight(name="kernel", shape=shape)
+        super().build(tokens_shape)
+
+    def call(self, tokens, valid=None, training=False):
+        scores = ops.softmax(ops.matmul(tokens, self.kernel))
+        chosen = ops.cast(ops.top_k(scores, 2)[1], "int32")
+        return routers.Decision(choice_routing(scores, chosen, valid), {})
+
+    def num_rows(self, num_tokens, training=False):
+        return 2 * num_tokens
+
+    def capacity(self, num_tokens, training=False):
+        return num_tokens
+
+
+@pytest.mark.filterwarnings("ignore:.*predicts without a capacity")
+def test_router_without_slots_is_counted_analyzed_and_exported(tmp_path):
+    model = tiny.classifier(moe_layers=(1,), router=AloneRouter(4))
+    assert model.backbone.group_images == 1
+    assert evaluation.cost(model).parameters == model.count_params()
+    dense = evaluation.cost(tiny.classifier(**tiny.DENSE)).gflop_per_image
+    # Two experts instead of an MLP, and the product of the router
+    assert dense < evaluation.cost(model).gflop_per_image < 2 * dense
+    x = tiny.images(3)
+    found = analysis.analyze(model, x, verbose=0)
+    assert found.blocks[1].load.sum() > 0
+    plan = distribution.plan(model.backbone, devices=2, memory=1e9)
+    assert "2 devices" in str(plan)
+    if keras.backend.backend() == "torch":
+        import torch
+
+        file = tmp_path / "own.pt2"
+        exporting.export_model(model, file, format="torch", verbose=False)
+        outputs = torch.export.load(file).module()(torch.tensor(x))
+        np.testing.assert_allclose(to_numpy(outputs), to_numpy(model(x)), atol=1e-5)
 
 
 def test_constructor_that_its_configuration_does_not_fit():

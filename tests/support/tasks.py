@@ -2,6 +2,8 @@
 
 import keras_hub
 
+from keras_softmoe import models
+from tests.support import tiny
 from tests.support.families import FAMILIES
 
 hub, layers = keras_hub.models, keras_hub.layers
@@ -91,8 +93,14 @@ def d_fine():
     return hub.DFineObjectDetector(backbone, 4, "yxyx", preprocessor=None)
 
 
+def ours():
+    backbone = tiny.backbone(image_shape=SHAPE, patch_size=16, **tiny.DENSE)
+    return models.ViTMoEImageSegmenter(backbone, num_classes=3, decoder_dim=4)
+
+
 # Constructors, by names for the table of families.
 TASKS = {
+    "ViTMoEImageSegmenter": ours,
     "ViT, classifier": lambda: hub.ViTImageClassifier(FAMILIES["ViT"](), num_classes=3),
     "SegFormer (MiT)": segformer,
     "DeepLabV3 (MiT)": lambda: deeplab(mit()),

@@ -83,6 +83,8 @@ class OpenGate(keras.layers.Layer):
             self.value = (low + high) / 2
             result = ops.convert_to_numpy(function(ops.convert_to_tensor(self.value)))
             low, high = (self.value, high) if result < 1 else (low, self.value)
+        # It has no weights, but `quantize` refuses a model with an unbuilt layer.
+        self.built = True
 
     def call(self, inputs):
         return self.value * ops.ones_like(inputs[..., :1], dtype="float32")
