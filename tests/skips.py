@@ -26,7 +26,6 @@ REASONS = {
     "distribution": "one process has several devices on JAX only; `distribution/"
     "test_backends.py` tests what others say",
     "refusal": "not refused on this backend, which has a test of what it does",
-    "stream": "PyTorch refuses it; a test of that is beside this one",
     "own loop": "a loop, compiler or format of another backend",
     "own onnx": "TensorFlow writes ONNX itself, with no other process to tell",
     # The same code everywhere, tested where that is quick.
