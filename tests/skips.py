@@ -26,7 +26,6 @@ REASONS = {
     "distribution": "one process has several devices on JAX only; `distribution/"
     "test_backends.py` tests what others say",
     "refusal": "not refused on this backend, which has a test of what it does",
-    "stream": "PyTorch refuses it; a test of that is beside this one",
     "own loop": "a loop, compiler or format of another backend",
     "own onnx": "TensorFlow writes ONNX itself, with no other process to tell",
     # The same code everywhere, tested where that is quick.
@@ -149,7 +148,7 @@ ON_ALL = {
     "layers/test_experts.py": "test_each_expert_is_an_mlp_of_its_own "
     "test_remat_changes_no_number",
     "layers/test_lora.py": "test_forward_and_gradients_are_those_of_numpy "
-    "test_lora_of_a_quantized_bank[quantize-int4]@tensorflow",
+    "test_lora_of_a_quantized_bank[quantize]@tensorflow",
     "layers/test_masks.py": (
         "test_attention_pooling@tensorflow",
         "test_encoder_block",
@@ -172,8 +171,7 @@ ON_ALL = {
     "test_padding_takes_no_slot test_padding_under_a_soft_router@tensorflow "
     "test_tokens_are_rounded_on_their_way[gather]",
     "layers/test_quantized_experts.py": (
-        "test_experts_with_banks_in_int8_and_int4[which0-False]@tensorflow",
-        "test_int4_rounds_each_block_of_each_expert[7-5-3]@tensorflow",
+        "test_experts_with_one_bank_in_int8@tensorflow",
     ),
     "layers/test_soft_moe.py": ("test_slots_mix_the_tokens_themselves",),
     "layers/test_limoe_block.py": "test_both_dispatchers "
@@ -242,7 +240,6 @@ LONG = {
     ),
     "models/test_adaptation.py": (
         *_cases("test_a_quantized_backbone_comes_back", "float8", "int8"),
-        *_cases("test_lora_of_a_quantized_model", "int8"),
     ),
     # Of a file and its loading: `models/test_from_preset.py`, and for LIMoE
     # `models/test_contrastive_files.py`.
@@ -300,7 +297,7 @@ LONG = {
     ),
     "converters/test_add_experts.py": (
         *_cases("test_family", *_OTHER_FAMILIES, "DINOv2", "Swin", "BERT"),
-        *_cases("test_a_quantized_model_comes_back", "float8", "int4"),
+        *_cases("test_a_quantized_model_comes_back", "float8"),
         *_cases("test_it_is_said_where_outputs_change", *range(1, 21, 2)),
         *_cases("test_rule", "predicate", "sequential"),
     ),
@@ -382,7 +379,7 @@ LONG = {
     "test_the_site_shows_every_recorded_figure test_what_is_generated_is_of_today",
     "test_trained.py": "test_retrieval_is_that_of_the_card "
     "test_zero_shot_is_that_of_the_card test_few_shot_accuracy_is_that_of_the_card "
-    "test_int4_keeps_the_accuracy_on_digits test_int8_keeps_the_accuracy_on_digits "
+    "test_int8_keeps_the_accuracy_on_digits "
     "test_presets_know_letters test_soft_features_beat_raw_pixels",
     "test_torture.py": "test_a_killed_training_ends_like_another test_memory_stays "
     "test_short_form",

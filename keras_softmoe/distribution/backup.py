@@ -14,7 +14,7 @@ import keras
 import ml_dtypes
 import numpy as np
 
-from keras_softmoe.checks import check_whole_numbers, received
+from keras_softmoe.checks import check_whole_numbers
 from keras_softmoe.files import atomic_file
 from keras_softmoe.keras_adapter import runs
 from keras_softmoe.sharding import variables as sharded
@@ -35,13 +35,12 @@ class Backup(keras.callbacks.Callback):
     other devices. Several processes must share the directory.
 
     The data must have the same order after a restart: shuffle with a seed, with
-    `reshuffle_each_iteration=False`, since each epoch begins the data again.
+    `reshuffle_each_iteration=False`, since each epoch begins the data again. With
+    `steps_per_epoch` of data without end a resumed training begins them anew.
 
     Args:
         directory: str or path, for this backup only.
         every: int, batches between backups. `None`: only at the end of each epoch.
-        one_stream: bool, whether all epochs draw from one endless stream, with
-            `steps_per_epoch`. Not supported on PyTorch.
         delete: bool, whether the backup is removed at the end of training.
 
     Raises:
@@ -58,30 +57,22 @@ class Backup(keras.callbacks.Callback):
         self,
         directory: str | os.PathLike,
         every: int | None = None,
-        one_stream: bool = False,
         delete: bool = True,
     ):
         super().__init__()
         if every is not None:
             check_whole_numbers(1, every=every)
-        if one_stream and keras.backend.backend() == "torch":
-            raise ValueError(
-                "On PyTorch a callback cannot skip batches of earlier epochs in one "
-                f"stream. {received(one_stream=one_stream)} Leave `steps_per_epoch` "
-                "out, so that each epoch begins the data again."
-            )
         # For a symbolic link the target is created if it does not exist.
         self.path = Path(os.path.realpath(directory), FILE)
         self.every = every
-        self.one_stream = one_stream
         self.delete = delete
         self._start()
 
     def _start(self, epoch=0, batches=0):
         # Completed batches of this epoch, and how many of them are not saved
         self._epoch, self._batches, self._unsaved = epoch, batches, 0
-        # Batches of earlier epochs to draw; whether this `fit` resumes within an epoch
-        self._earlier, self._is_resumed = 0, False
+        # Whether this `fit` resumes within an epoch
+        self._is_resumed = False
         # Metrics in the backup, and the logs of skipped batches
         self._metrics, self._logs = None, {}
         # States of random generators: at the start of the epoch, and in the backup
@@ -106,13 +97,6 @@ class Backup(keras.callbacks.Callback):
             self._restore(backup)
             if sharded.num_processes() == 1:
                 self._saved_generators = backup.generators
-        if self.one_stream:
-            if self.params["steps"] is None:
-                raise ValueError(
-                    "`one_stream` needs `steps_per_epoch`, the number of batches of an "
-                    "epoch. Received: one_stream=True, steps_per_epoch=None."
-                )
-            self._earlier = self._epoch * self.params["steps"]
         runs.set_first_epoch(model, self._epoch)
         self._is_resumed = self._batches > 0
 
@@ -133,8 +117,6 @@ class Backup(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch, logs=None):
         if batch < self._batches:
             runs.replace_next_step(self.model, self._skip)
-        elif self._earlier:
-            runs.replace_next_step(self.model, self._skip_earlier)
 
     def on_train_batch_end(self, batch, logs=None):
         if batch < self._batches:
@@ -160,17 +142,11 @@ class Backup(keras.callbacks.Callback):
 
     def _skip(self, model, iterator):
         """Return the logs of a step completed before the interruption."""
-        self._skip_earlier(model, iterator)
         batch = _draw(iterator, model.steps_per_execution)
         if self._metrics is not None:
             runs.make_metrics(model, batch)
             self._restore_metrics()
         return dict(self._logs)
-
-    def _skip_earlier(self, model, iterator):
-        """Draw the batches of earlier epochs, before the first step."""
-        _draw(iterator, self._earlier)
-        self._earlier = 0
 
     def _check_directory(self):
         """Raise unless the directory is writable, and remove files of a killed run."""
@@ -288,7 +264,7 @@ class Backup(keras.callbacks.Callback):
 def _draw(iterator, count):
     """Draw batches and return the first of them."""
     # On PyTorch this is the batch itself.
-    if not count or not hasattr(iterator, "__next__"):
+    if not hasattr(iterator, "__next__"):
         return None
     first = next(iterator)
     for _ in range(count - 1):

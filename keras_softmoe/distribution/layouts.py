@@ -31,11 +31,9 @@ EXPERT_RULES = {
     # block_1/moe/experts/intermediate_dense/bias (E, 1, H)
     # block_1/moe/experts/output_dense/bias (E, 1, D)
     rf"{_BANK}/bias": (EXPERTS, None, None),
-    # After `quantize`, with n blocks of "int4":
-    # block_1/moe/experts/intermediate_dense/kernel_scale (E, 1 or n, H)
+    # After `quantize`:
+    # block_1/moe/experts/intermediate_dense/kernel_scale (E, 1, H)
     rf"{_BANK}/kernel_scale": (EXPERTS, None, None),
-    # block_1/moe/experts/intermediate_dense/kernel_zero (E, n, H)
-    rf"{_BANK}/kernel_zero": (EXPERTS, None, None),
     # After `enable_lora(rank)`:
     # block_1/moe/experts/intermediate_dense/lora_kernel_a (E, D, rank)
     # block_1/moe/experts/intermediate_dense/lora_kernel_b (E, rank, H)

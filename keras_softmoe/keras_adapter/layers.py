@@ -257,21 +257,6 @@ def is_quantized_under(filters, layer):
     return should_quantize_layer(layer, filters)
 
 
-@contextlib.contextmanager
-def changed_by_quantization(layer, mode):
-    """Let `quantize` of a built layer, in a mode, replace its weights in this context.
-
-    Until version 3.15 Keras does so around the method. From 3.16 on the layer has to.
-    Would be replaced by: a public hook for the weights in `Layer.quantize`.
-    """
-    layer._check_quantize_args(mode, layer.compute_dtype)
-    layer._tracker.unlock()
-    try:
-        yield
-    finally:
-        layer._tracker.lock()
-
-
 class QuantizedByExpert:
     """Mixin of an `EinsumDense` on `(E, D, H)` kernels whose experts share nothing.
 
@@ -284,7 +269,7 @@ class QuantizedByExpert:
 
         class Geometry(EinsumProjectionGeometry):
             def rows_columns(self, kernel_shape):
-                # Scales and zeros of int4 have an axis of experts besides.
+                # Scales have an axis of experts besides.
                 return kernel_shape[0] * kernel_shape[1], kernel_shape[2]
 
             def add_lora_delta(self, inputs, x):

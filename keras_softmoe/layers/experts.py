@@ -15,7 +15,6 @@ from keras_softmoe.ops.grouped import grouped_affine, map_experts
 from keras_softmoe.ops.kernels import affine, chunked_map, reshape
 from keras_softmoe.sharding.constraints import check_placement, is_distributed
 
-# In int4 a bank has a kernel of floats, as without quantization.
 _IN_8_BITS = ("int8", "float8")
 
 

@@ -24,7 +24,7 @@ def merge_lora(model: keras.Model) -> list:
 
     The outputs stay the same. Weights that `enable_lora` froze stay frozen, apart from
     the kernels that had factors. Compile the model again before further training, and
-    merge before you quantize: in int8 and int4 the sums are rounded.
+    merge before you quantize: in int8 the sums are rounded.
 
     Args:
         model: `keras.Model` or `keras.Layer`.

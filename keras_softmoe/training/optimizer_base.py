@@ -38,7 +38,7 @@ class ByVariable(adapter.OwnAverages):
 
     settings = ()
 
-    def __init__(self, weight_decay_rules, gradient_scale_rules, **kwargs):
+    def __init__(self, weight_decay_rules, **kwargs):
         super().__init__(**kwargs)
         if weight_decay_rules and self.weight_decay is not None:
             raise ValueError(
@@ -49,16 +49,15 @@ class ByVariable(adapter.OwnAverages):
                 )
             )
         self.weight_decay_rules = check_rules("weight_decay_rules", weight_decay_rules)
-        self.gradient_scale_rules = check_rules(
-            "gradient_scale_rules", gradient_scale_rules
-        )
 
     def build(self, variables):
         if self.built:
             return
         super().build(variables)
+        # The rate of the first rule whose pattern matches the path.
         self._decay_rates = [
-            _first_match(self.weight_decay_rules, v.path, 0.0) for v in variables
+            next((n for p, n in self.weight_decay_rules if re.search(p, v.path)), 0.0)
+            for v in variables
         ]
 
     def add_like(self, variable, name, mean_of=None, dtype=None):
@@ -82,12 +81,6 @@ class ByVariable(adapter.OwnAverages):
 
             # Gradients of embeddings are sparse there.
             grads = [g if g is None else tf.convert_to_tensor(g) for g in grads]
-        if self.gradient_scale_rules:
-            # Before any clipping, as in V-MoE's released code
-            paths = [v.path for v in trainable_variables or adapter.variables_of(self)]
-            factors = [_first_match(self.gradient_scale_rules, p, 1.0) for p in paths]
-            pairs = zip(grads, factors, strict=True)
-            grads = [None if g is None else f * g for g, f in pairs]
         return super().apply(grads, trainable_variables)
 
     def decay_rate(self, variable):
@@ -130,7 +123,7 @@ class ByVariable(adapter.OwnAverages):
                     average.assign(ops.copy(average))
 
     def get_config(self):
-        names = ("weight_decay_rules", "gradient_scale_rules", *self.settings)
+        names = ("weight_decay_rules", *self.settings)
         own = {name: getattr(self, name) for name in names}
         return {**super().get_config(), **own}
 
@@ -160,8 +153,3 @@ def check_rules(name, rules):
 def weight_of_all(steps, momentum):
     """Return `1 - momentum ** steps`, precise for a momentum near 1, in float32."""
     return -ops.expm1(steps * math.log(momentum)) if momentum else ops.ones_like(steps)
-
-
-def _first_match(rules, path, default):
-    """Return the number of the first rule whose pattern matches a path."""
-    return next((n for pattern, n in rules if re.search(pattern, path)), default)

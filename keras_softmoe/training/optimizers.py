@@ -34,7 +34,6 @@ class Adam(ByVariable, InOnePass, keras.optimizers.Optimizer):
         weight_decay_rules: optional list of `(pattern, rate)`. A step subtracts
             `learning_rate * rate * variable` with the rate of the first pattern that
             `re.search` finds in `variable.path`; without a match there is no decay.
-        gradient_scale_rules: optional list of `(pattern, factor)`, before any clipping.
         momentum_dtype: `"bfloat16"` for the first moment, or `None` as the variables.
         **kwargs: arguments of `keras.optimizers.Optimizer`, such as `weight_decay` (one
             rate for all, in place of the rules), `global_clipnorm`, `use_ema`,
@@ -57,13 +56,11 @@ class Adam(ByVariable, InOnePass, keras.optimizers.Optimizer):
         beta_2: float = 0.999,
         epsilon: float = 1e-8,
         weight_decay_rules: Sequence | None = None,
-        gradient_scale_rules: Sequence | None = None,
         momentum_dtype: str | None = None,
         **kwargs,
     ):
         check_choice("momentum_dtype", momentum_dtype, (None, "bfloat16"))
-        rules = weight_decay_rules, gradient_scale_rules
-        super().__init__(*rules, learning_rate=learning_rate, **kwargs)
+        super().__init__(weight_decay_rules, learning_rate=learning_rate, **kwargs)
         self.beta_1 = beta_1
         self.beta_2 = beta_2
         self.epsilon = epsilon
@@ -167,7 +164,7 @@ class SGD(ByVariable, keras.optimizers.SGD):
         learning_rate: float or schedule.
         momentum: float from 0 to 1.
         nesterov: bool, whether to apply Nesterov momentum.
-        weight_decay_rules, gradient_scale_rules: see `Adam`.
+        weight_decay_rules: see `Adam`.
         **kwargs: see `Adam`.
 
     Source: V-MoE, section 3.5 and appendix B.4; order of operations from released code.
@@ -184,12 +181,10 @@ class SGD(ByVariable, keras.optimizers.SGD):
         momentum: float = 0.0,
         nesterov: bool = False,
         weight_decay_rules: Sequence | None = None,
-        gradient_scale_rules: Sequence | None = None,
         **kwargs,
     ):
-        rules = weight_decay_rules, gradient_scale_rules
         own = {"learning_rate": learning_rate, "momentum": momentum}
-        super().__init__(*rules, **own, nesterov=nesterov, **kwargs)
+        super().__init__(weight_decay_rules, **own, nesterov=nesterov, **kwargs)
 
     def update_step(self, gradient, variable, learning_rate):
         self.decay_variable(variable, learning_rate)
@@ -218,7 +213,7 @@ class Adafactor(ByVariable, keras.optimizers.Optimizer):
         epsilon: float, added to the squares.
         min_dim_size_to_factor: int, least second largest axis of a factored variable.
         momentum_dtype: `"bfloat16"` or `"float32"`, dtype of the momentum.
-        weight_decay_rules, gradient_scale_rules: see `Adam`.
+        weight_decay_rules: see `Adam`.
         **kwargs: see `Adam`.
 
     Source: LIMoE, appendix A; V-MoE, table 6 and appendix B.3. Both follow Zhai et al.
@@ -244,14 +239,12 @@ class Adafactor(ByVariable, keras.optimizers.Optimizer):
         min_dim_size_to_factor: int = 32,
         momentum_dtype: str = "bfloat16",
         weight_decay_rules: Sequence | None = None,
-        gradient_scale_rules: Sequence | None = None,
         **kwargs,
     ):
         check_numbers(least=0, under=1, beta_1=beta_1, max_beta_2=max_beta_2)
         check_numbers(under=0, beta_2_decay=beta_2_decay)
         check_choice("momentum_dtype", momentum_dtype, ("bfloat16", "float32"))
-        rules = weight_decay_rules, gradient_scale_rules
-        super().__init__(*rules, learning_rate=learning_rate, **kwargs)
+        super().__init__(weight_decay_rules, learning_rate=learning_rate, **kwargs)
         self.beta_1 = beta_1
         self.beta_2_decay = beta_2_decay
         self.max_beta_2 = max_beta_2

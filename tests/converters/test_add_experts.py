@@ -621,7 +621,7 @@ def test_names_without_a_layer_freeze_nothing():
 
 
 @pytest.mark.filterwarnings("ignore:Layer .* does not have a .quantize:UserWarning")
-@pytest.mark.parametrize("mode", ["int8", "int4", "float8"])
+@pytest.mark.parametrize("mode", ["int8", "float8"])
 def test_a_quantized_model_comes_back(mode, tmp_path):
     if mode == "int8":
         dense, sites = FAMILIES["ViT"](), None

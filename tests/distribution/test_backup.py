@@ -181,42 +181,6 @@ def test_an_epoch_of_which_only_the_end_was_missing(whole, tmp_path):
         assert_near(history[name], [log[name] for log in expected], rtol=0, atol=1e-6)
 
 
-def stream():
-    """Batches without an end, each of its own."""
-    rng = np.random.default_rng(4)
-    while True:
-        x = rng.normal(size=(BATCH, 6)).astype("float32")
-        yield x, (x[:, 0] > 0).astype("int32")
-
-
-@only_on("jax", "tensorflow", because="stream")
-def test_batches_of_earlier_epochs_are_drawn_from_one_stream(tmp_path):
-    def train(*callbacks):
-        model = classifier()
-        model.fit(
-            stream(),
-            epochs=EPOCHS,
-            steps_per_epoch=STEPS,
-            shuffle=False,
-            verbose=0,
-            callbacks=callbacks,
-        )
-        return values(model)
-
-    expected = train()
-    for steps in (STEPS + 3, STEPS + 1):
-        with pytest.raises(KeyboardInterrupt):
-            train(Backup(tmp_path, every=2, one_stream=True), Watch(steps))
-    found = train(Backup(tmp_path, every=2, one_stream=True))
-    check(found, expected)
-
-
-@only_on("torch", because="refusal")
-def test_one_stream_is_refused_where_no_batch_can_be_drawn(tmp_path):
-    with pytest.raises(ValueError, match="one_stream=True.*steps_per_epoch"):
-        Backup(tmp_path, one_stream=True)
-
-
 @pytest.mark.parametrize(
     ("steps", "where"),
     [

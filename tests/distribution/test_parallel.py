@@ -122,7 +122,7 @@ def test_what_adafactor_keeps_lies_with_its_experts(found_more):
 
 def test_factors_of_lora_lie_with_their_experts(found_more):
     alone, told = found_more["adapters"]["one device"], found_more["adapters"]["2 x 4"]
-    for name in ("losses", "predictions", "merged", "int4"):
+    for name in ("losses", "predictions", "merged", "int8"):
         assert_near(told[name], alone[name], rtol=0, atol=1e-4)
     assert_near(told["merged"], told["predictions"], rtol=0, atol=1e-4)
     assert len(sent(told, "all-to-all")) == 4
@@ -131,11 +131,10 @@ def test_factors_of_lora_lie_with_their_experts(found_more):
     for name, width, units in (("intermediate", 16, 20), ("output", 20, 16)):
         bank = {"kernel": (width, units), "bias": (1, units)}
         expected = bank | {"lora_kernel_a": (width, 2), "lora_kernel_b": (2, units)}
-        quantized = bank | {"kernel": (width, units // 2)}
-        quantized |= {"kernel_scale": (1, units), "kernel_zero": (1, units)}
+        quantized = bank | {"kernel_scale": (1, units)}
         for shards, shapes in (
             (told["shards"], expected),
-            (told["shards of int4"], quantized),
+            (told["shards of int8"], quantized),
         ):
             of_bank = {k: v for k, v in shards.items() if k.startswith(f"{name}_dense")}
             assert of_bank == {

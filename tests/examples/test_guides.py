@@ -34,7 +34,7 @@ def run(guide, folder):
 
 # Guide -> what it prints, and where it runs.
 PRINTED = {
-    "adapting.py": ("LoRA, then int4", "torch"),
+    "adapting.py": ("LoRA, then int8", "torch"),
     "back_to_dense.py": ("distilled from random weights: accuracy", "torch"),
     "data_parallel.py": ("largest difference of 4 losses:", "tensorflow torch"),
     "demo.py": ("Done in", "jax"),

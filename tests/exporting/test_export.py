@@ -385,7 +385,7 @@ def test_quantized_models(tmp_path):
             model.export(file, format)
     # It would hold them as float32.
     model = classifier("soft")
-    model.quantize("int4")
+    model.quantize("int4", filters=lambda x: "experts" not in str(x.path))
     message = "quantized to int4.*choose tf_saved_model or torch. Received"
     with pytest.raises(ValueError, match=message):
         model.export(tmp_path / "model.onnx", "onnx")

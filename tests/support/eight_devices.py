@@ -200,9 +200,9 @@ class Program:
             told[placement]["merged"] = model.predict(images, verbose=0).tolist()
             with warnings.catch_warnings(action="ignore"):
                 # Of the layers that it leaves as they are
-                model.backbone.quantize("int4")
-            told[placement]["int4"] = model.predict(images, verbose=0).tolist()
-            told[placement]["shards of int4"] = self._expert_shards(model)
+                model.backbone.quantize("int8")
+            told[placement]["int8"] = model.predict(images, verbose=0).tolist()
+            told[placement]["shards of int8"] = self._expert_shards(model)
         return told
 
     def _expert_shards(self, model):

@@ -254,18 +254,6 @@ def test_first_matching_rule_decides(cls):
 
 
 @ALL
-def test_gradients_are_scaled_before_they_are_clipped(cls):
-    variables = make_variables()
-    (gradients,) = make_gradients(variables, 1)
-    scaled = [5.0 * gradients[0], gradients[1], 0.5 * gradients[2]]
-    arguments = {"learning_rate": 0.1, "global_clipnorm": 1.0}
-    rules = [("block/kernel", 5.0), ("kernel", 0.5)]
-    actual = apply(cls(gradient_scale_rules=rules, **arguments), variables, [gradients])
-    variables = make_variables()
-    assert_equal(actual[-1], apply(cls(**arguments), variables, [scaled])[-1])
-
-
-@ALL
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.999999, 1.0])
 def test_average_is_debiased(cls, momentum):
     variables = make_variables()
