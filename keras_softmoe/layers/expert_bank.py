@@ -53,7 +53,7 @@ class ExpertBank(layers.QuantizedByExpert, keras.layers.EinsumDense):
         """
         if not self.built:
             raise AttributeError("An expert bank has a `kernel` once it is built.")
-        kernel = self._kernel
+        kernel = layers.stored_kernel(self)
         if not self.lora_enabled or self.quantization_mode == "int8":
             return kernel
         # Not in the `compute_dtype`, which would round the kernel in a saved file.

@@ -17,6 +17,7 @@ from keras_softmoe.ops import SlotRouting
 from keras_softmoe.ops.assignment import identity
 from keras_softmoe.ops.routing import choice_routing
 from tests.support import cases, tiny
+from tests.support.close import assert_near
 from tests.support.layer_checks import reloaded
 from tests.support.references import to_numpy
 
@@ -108,7 +109,7 @@ def test_router_without_slots_is_counted_analyzed_and_exported(tmp_path):
         file = tmp_path / "own.pt2"
         exporting.export_model(model, file, format="torch", verbose=False)
         outputs = torch.export.load(file).module()(torch.tensor(x))
-        np.testing.assert_allclose(to_numpy(outputs), to_numpy(model(x)), atol=1e-5)
+        assert_near(to_numpy(outputs), to_numpy(model(x)), atol=1e-5)
 
 
 def test_constructor_that_its_configuration_does_not_fit():
