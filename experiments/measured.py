@@ -54,8 +54,9 @@ KerasHub, named with the Transformer inside. Measured by
 - from file: the largest difference between the outputs of the model after that step and
   those of the one that is read from its `.keras` file. The tests accept 1e-6.
 
-Refused, with the reason: Gemma and others whose blocks compute a gated MLP in their own
-code, and causal decoders such as GPT-2 under routers that look at later tokens.
+Refused, with the reason: blocks that compute a gated MLP in their own code, but for the
+decoders named in the cookbook, and causal decoders under routers that look at later
+tokens.
 """
 COLUMNS = ("MLPs", "experts", "from dense", "a step", "from file")
 
