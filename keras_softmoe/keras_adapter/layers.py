@@ -4,7 +4,6 @@ import contextlib
 import contextvars
 import functools
 import gc
-import operator
 
 import keras
 import numpy as np
@@ -126,11 +125,6 @@ def _parts(layer, path="", parent=None):
         # The flag of a layer without weights has no meaning.
         if child.weights and not isinstance(child, keras.Model):
             yield from _parts(child, prefix + child.name, layer)
-
-
-# The kernel of a dense layer as it is stored, without the update of LoRA.
-# Would be replaced by: a public name of it.
-stored_kernel = operator.attrgetter("_kernel")
 
 
 def only_finds_shapes():

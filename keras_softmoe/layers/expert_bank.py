@@ -18,6 +18,8 @@ _REFUSED = {
 }
 # Names of the kernels of layers with LoRA, other than `kernel`.
 _KERNELS = {keras.layers.Embedding: "embeddings"}
+# The kernel as Keras stores it, without the update of LoRA.
+_STORED = "_kernel"
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -53,7 +55,7 @@ class ExpertBank(layers.QuantizedByExpert, keras.layers.EinsumDense):
         """
         if not self.built:
             raise AttributeError("An expert bank has a `kernel` once it is built.")
-        kernel = layers.stored_kernel(self)
+        kernel = getattr(self, _STORED)
         if not self.lora_enabled or self.quantization_mode == "int8":
             return kernel
         # Not in the `compute_dtype`, which would round the kernel in a saved file.
