@@ -85,8 +85,9 @@ def finish(run, directory, on_step=None, verbose=0):
     Returns:
         dict that can be written as JSON: `"results"`, what `run.measure` returned, and
         with `run.watch` `"curve"`, a list of the mean training loss and what it
-        returned for each epoch; `"times"`: `"training_seconds"`, of all epochs, and
-        `"seconds"`, of the process that finished the run.
+        returned for each epoch; `"times"`: `"training_seconds"`, of all epochs (of
+        computing, without an accelerator), and `"seconds"`, of the process that
+        finished the run.
 
     Raises:
         ValueError: if the run, finished or not, was begun with other settings or with
@@ -364,7 +365,8 @@ class _Diary(keras.callbacks.Callback):
     """What finished epochs took and brought, those before an interruption among them.
 
     Attributes:
-        seconds: float, the time spent in all epochs.
+        seconds: float, the time spent in all epochs: on a processor alone the time that
+            it computed for this process, which other processes hardly change.
         curve: list of dicts, one for each epoch.
     """
 
@@ -375,12 +377,14 @@ class _Diary(keras.callbacks.Callback):
         if file.exists():
             kept = read_json(file, kept)
         self.seconds, self.curve = kept["seconds"], kept["curve"]
+        has_device = accelerator(keras.config.backend()) is not None
+        self.clock = time.perf_counter if has_device else time.process_time
 
     def on_epoch_begin(self, epoch, logs=None):
-        self.started = time.perf_counter()
+        self.started = self.clock()
 
     def on_epoch_end(self, epoch, logs=None):
-        self.seconds += time.perf_counter() - self.started
+        self.seconds += self.clock() - self.started
         # A training that diverged is stopped after this epoch.
         if self.watch and math.isfinite(logs["loss"]):
             # An epoch that ended without a backup is there already.
