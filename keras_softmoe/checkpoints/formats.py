@@ -57,7 +57,7 @@ def read_checkpoint(source: str | os.PathLike) -> Checkpoint:
             fetched. Later, if an array can no longer be read.
 
     Source: V-MoE's released code (format of its checkpoints, version 20220622);
-    Dosovitskiy et al. 2021 and big_vision (names); safetensors (version 0.8).
+    Dosovitskiy et al. 2021 and big_vision (names).
 
     Examples:
         >>> checkpoint = ksm.converters.read_checkpoint("vmoe_tiny/ckpt")

@@ -261,8 +261,25 @@ class QuantizedByExpert:
     """Mixin of an `EinsumDense` on `(E, D, H)` kernels whose experts share nothing.
 
     From version 3.16 on Keras asks a layer how its products are computed.
-    Would be replaced by: a public `EinsumDense.quantization_geometry()`.
+    Would be replaced by: a public `EinsumDense.quantization_geometry()`, and the kernel
+    as it is stored.
     """
+
+    @property
+    def kernel(self):
+        """The kernels, `(E, D, H)`, with the update of LoRA.
+
+        In int8 they are the stored integers, as in Keras, without the update of LoRA.
+        """
+        if not self.built:
+            raise AttributeError("An expert bank has a `kernel` once it is built.")
+        kernel = self._kernel
+        if not self.lora_enabled or self.quantization_mode == "int8":
+            return kernel
+        update = keras.ops.matmul(self.lora_kernel_a, self.lora_kernel_b)
+        update = self.lora_alpha / self.lora_rank * update
+        # Not in the `compute_dtype`, which would round the kernel in a saved file.
+        return keras.ops.cast(kernel + update, kernel.dtype)
 
     def _quantization_geometry(self):
         from keras.src.quantizers.geometry import EinsumProjectionGeometry

@@ -18,8 +18,6 @@ _REFUSED = {
 }
 # Names of the kernels of layers with LoRA, other than `kernel`.
 _KERNELS = {keras.layers.Embedding: "embeddings"}
-# The kernel as Keras stores it, without the update of LoRA.
-_STORED = "_kernel"
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
@@ -46,20 +44,6 @@ class ExpertBank(layers.QuantizedByExpert, keras.layers.EinsumDense):
                 + received(equation=self.equation)
             )
         super().build(input_shape)
-
-    @property
-    def kernel(self):
-        """The kernels, `(E, D, H)`, with the update of LoRA.
-
-        In int8 they are the stored integers, as in Keras, without the update of LoRA.
-        """
-        if not self.built:
-            raise AttributeError("An expert bank has a `kernel` once it is built.")
-        kernel = getattr(self, _STORED)
-        if not self.lora_enabled or self.quantization_mode == "int8":
-            return kernel
-        # Not in the `compute_dtype`, which would round the kernel in a saved file.
-        return ops.cast(kernel + _lora_update(self), kernel.dtype)
 
     # === LoRA ===
 
