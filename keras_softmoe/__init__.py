@@ -32,15 +32,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _LAZY_ROOMS = (
-    "analysis",
-    "converters",
-    "datasets",
-    "distribution",
-    "evaluation",
-    "exporting",
-    "models",
-    "presets",
-    "training",
+    *("analysis", "converters", "datasets", "distribution", "evaluation", "exporting"),
+    *("models", "presets", "training"),
 )
 
 __all__ = ["__version__", "layers", "ops", "routers", *_LAZY_ROOMS]

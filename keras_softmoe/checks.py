@@ -111,25 +111,19 @@ def check_numbers(least=None, over=None, under=None, most=None, **arguments):
             )
 
 
-def first_not_finite(array):
-    """Return the first row of a NumPy array with a NaN or infinity, or `None`."""
+def check_finite(name, array, row="row", remedy=""):
+    """Raise unless numbers are finite; `name` and `row` are for the message."""
     # NumPy has no kind for bfloat16.
     if array.dtype.kind not in "fc" and "float" not in array.dtype.name:
-        return None
+        return
     for start in range(0, len(array), _ROWS):
         finite = np.isfinite(array[start : start + _ROWS])
         if not finite.all():
-            return start + int(np.argwhere(~finite)[0, 0])
-    return None
-
-
-def check_finite(name, array):
-    """Raise unless an array has finite numbers; `name` is for the message."""
-    row = first_not_finite(array)
-    if row is not None:
-        raise ValueError(
-            f"{name} must be finite. Received: NaN or infinity, first in row {row}."
-        )
+            wrong = start + int(np.argwhere(~finite)[0, 0])
+            raise ValueError(
+                f"{name} must be finite numbers. Received: NaN or infinity, first in "
+                f"{row} {wrong} of {len(array)}.{remedy}"
+            )
 
 
 def check_choice(argument, value, accepted):

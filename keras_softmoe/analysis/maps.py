@@ -9,7 +9,7 @@ from keras import ops
 from keras_softmoe.analysis.blocks import experts_of_tokens
 from keras_softmoe.analysis.figures import figure_method
 from keras_softmoe.analysis.streaming import tokens_per_input
-from keras_softmoe.ops import ChoiceRouting, DenseRouting, SlotRouting, to_dense
+from keras_softmoe.ops import to_dense
 from keras_softmoe.ops.routing import to_slots
 
 # Patches and words of each expert.
@@ -168,13 +168,10 @@ class MapReducer:
 
 def _weights(decision, num_tokens, count):
     """Return dispatch and combine weights of the first inputs, `(B, T, E, C)` each."""
-    routing = decision.routing
     group_tokens = decision.summary["valid"].shape[1]
-    if isinstance(routing, ChoiceRouting):
-        routing = SlotRouting(*to_slots(routing, group_tokens))
+    routing = to_slots(decision.routing, group_tokens)
     groups = -(-count * num_tokens // group_tokens)
-    kind = DenseRouting if isinstance(routing, DenseRouting) else SlotRouting
-    first = kind(*(ops.convert_to_numpy(x)[:groups] for x in routing))
+    first = type(routing)(*(ops.convert_to_numpy(x)[:groups] for x in routing))
     return [
         ops.convert_to_numpy(x).reshape(-1, num_tokens, *x.shape[2:])[:count]
         for x in to_dense(first, group_tokens)

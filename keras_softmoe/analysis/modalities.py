@@ -9,7 +9,7 @@ from keras_softmoe.analysis.blocks import experts_of_tokens
 from keras_softmoe.analysis.figures import figure_method
 from keras_softmoe.analysis.streaming import PADDING, PADDING_TAG, WORD_BEGINS
 from keras_softmoe.checks import check_numbers
-from keras_softmoe.ops import ChoiceRouting, SlotRouting, token_choice
+from keras_softmoe.ops import token_choice
 from keras_softmoe.ops.assignment import PRIORITIES
 from keras_softmoe.ops.routing import to_slots
 
@@ -180,8 +180,7 @@ class _Sums:
         probabilities, selection = summary["probabilities"], summary["selection"]
         num_tokens = selection.shape[1]
         # (G, E, C)
-        if isinstance(routing, ChoiceRouting):
-            routing = SlotRouting(*to_slots(routing, num_tokens))
+        routing = to_slots(routing, num_tokens)
         slots = [ops.convert_to_numpy(x) for x in (routing.token, routing.filled)]
         num_groups, num_experts, self.capacity = slots[0].shape
         self.num_groups += num_groups

@@ -9,7 +9,7 @@ import numpy as np
 from keras import ops
 from numpy.typing import ArrayLike
 
-from keras_softmoe.checks import check_whole_numbers
+from keras_softmoe.checks import check_finite, check_whole_numbers
 from keras_softmoe.keras_adapter.layers import flatten_layers
 from keras_softmoe.keras_adapter.runs import without_gradients
 from keras_softmoe.routers import Decision, IdentityRouter, Router, SoftRouter, record
@@ -190,9 +190,6 @@ def chooses(router):
 
 def prepared(backbone, images, preprocessor):
     """Return images as a float32 array; raise unless they fit and are finite."""
-    # On first use, since `models` imports KerasHub.
-    from keras_softmoe.models.arguments import check_finite_images
-
     if preprocessor is not None:
         images = preprocessor(images)
     elif "int" in keras.backend.standardize_dtype(images.dtype):
@@ -207,7 +204,7 @@ def prepared(backbone, images, preprocessor):
             f"The model takes batches of {backbone.image_shape} images. Received: "
             f"images of shape={images.shape}."
         )
-    check_finite_images(images)
+    check_finite("Images", images, "image")
     return images
 
 

@@ -222,11 +222,9 @@ def task_of(preset):
     if path is None:
         has_head = rows()[str(preset)].release is not None
         return "keras_softmoe>ViTMoEImageClassifier" if has_head else None
-    file = path / _TASK_FILE
-    if not file.is_file():
-        return None
+    task = _read_json(path, _TASK_FILE)
     with explain_errors(path):
-        return json.loads(file.read_text(encoding="utf-8"))["registered_name"]
+        return task["registered_name"] if task else None
 
 
 @contextlib.contextmanager
@@ -286,9 +284,12 @@ def _image_size(name):
 
 
 def _metadata(path, name):
-    if path is None:
-        return rows()[name].metadata()
-    file = path / METADATA_FILE
+    return _read_json(path, METADATA_FILE) if path else rows()[name].metadata()
+
+
+def _read_json(path, name):
+    """Return the content of a JSON file of a preset, `{}` without this file."""
+    file = path / name
     with explain_errors(path):
         return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
@@ -318,8 +319,7 @@ def _read_config_file(path):
                     f"{entry.stat().st_size:,} bytes, and no configuration has more "
                     f"than {_MAX_TEXT_BYTES:,}. Restore it or save the preset again."
                 )
-    with explain_errors(path):
-        saved = json.loads(file.read_text(encoding="utf-8"))
+    saved = _read_json(path, CONFIG_FILE)
     name = saved.get("registered_name") if isinstance(saved, dict) else None
     if not str(name).startswith("keras_softmoe>"):
         raise ValueError(

@@ -20,7 +20,6 @@ from keras_softmoe.models.image_preprocessor import (
     ViTMoEImageClassifierPreprocessor,
     ViTMoEImageConverter,
 )
-from keras_softmoe.models.image_segmenter import ViTMoEImageSegmenter
 from keras_softmoe.models.vit import ViTMoEBackbone
 from keras_softmoe.models.vmoe_params import load_vmoe_params
 
@@ -183,16 +182,14 @@ def own_model(source):
         return None
     name = str(source)
     kind, _ = catalogue.read_config(name)
-    if kind != "keras_softmoe>ViTMoEBackbone":
+    if keras.saving.get_registered_object(kind) is not ViTMoEBackbone:
         raise ValueError(
             "`source` must be a Vision Transformer. Received: "
             f"source={name!r}, a preset of {kind!r}."
         )
-    known = {
-        None: ViTMoEBackbone,
-        "keras_softmoe>ViTMoEImageSegmenter": ViTMoEImageSegmenter,
-    }
-    return known.get(catalogue.task_of(name), ViTMoEImageClassifier).from_preset(name)
+    task = catalogue.task_of(name)
+    cls = keras.saving.get_registered_object(task) if task else ViTMoEBackbone
+    return (cls or ViTMoEImageClassifier).from_preset(name)
 
 
 def find_file(source):

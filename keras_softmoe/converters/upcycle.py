@@ -71,7 +71,7 @@ def upcycle(
         ... )
         >>> sparse = ksm.converters.upcycle(classifier, (1, 3), router)
     """
-    accepted = {n: x for n, x in Mixture.names().items() if n != "shared_mlp_dim"}
+    accepted = [name for name in Mixture.names() if name != "shared_mlp_dim"]
     checks.check_names("`upcycle`", moe_settings, accepted)
     if not isinstance(getattr(dense, "backbone", dense), MoEBackbone):
         dense = dense_model(dense)
@@ -85,13 +85,11 @@ def upcycle(
     _check_split(split, backbone.mlp_dim, router, start)
     if start in _FROM_IMAGES:
         images = upcycling_starts.prepare_images(dense, backbone, images)
-    defaults = type(backbone.architecture).names()
     config = {
-        **backbone.get_config(),
+        # Groups of a dense model are no choice: its class has others with a router.
+        **{n: x for n, x in backbone.get_config().items() if n not in accepted},
         "moe_layers": tuple(moe_layers),
         "router": router,
-        # Groups of a dense model are no choice: those that its class has with a router
-        **{name: defaults.get(name, value) for name, value in accepted.items()},
         **moe_settings,
         "shared_mlp_dim": backbone.mlp_dim if start == "shared" else None,
         "expert_mlp_dim": backbone.mlp_dim // split if split > 1 else None,

@@ -3,9 +3,10 @@
 import keras
 import numpy as np
 from keras import ops
+from keras.utils import normalize
 
-from keras_softmoe.checks import check_numbers
-from keras_softmoe.models.arguments import check_finite_images, check_images
+from keras_softmoe.checks import check_finite, check_numbers
+from keras_softmoe.models.arguments import check_images
 from keras_softmoe.routers import SoftRouter
 
 # Tokens by which the scale of logits is found
@@ -56,7 +57,7 @@ def prepare_images(dense, backbone, images):
         images = preprocessor(images)
     images = ops.convert_to_numpy(images)
     check_images(images, backbone.image_shape)
-    check_finite_images(images)
+    check_finite("Images", images, "image")
     if not len(images) or (preprocessor is None and images.dtype.kind in "iu"):
         raise ValueError(
             "There must be images to start from, for a backbone floats in [-1, 1] "
@@ -124,15 +125,9 @@ def _set_router(router, directions, tokens, confidence, rows=slice(None)):
     """Set the directions of a router to those of some rows, scaled to a confidence."""
     tokens = tokens[:: max(len(tokens) // _SCALING_TOKENS, 1)]
     if router.normalizes_tokens:
-        tokens = unit(tokens)
+        tokens = normalize(tokens)
     scale = scale_for(tokens @ directions.T, confidence)
     router.set_directions(scale * directions[rows])
-
-
-def unit(vectors):
-    """Normalize vectors along the last axis; zeros stay zeros."""
-    lengths = np.linalg.norm(vectors, axis=-1, keepdims=True)
-    return vectors / np.where(lengths > 0, lengths, 1.0)
 
 
 def spherical_kmeans(tokens, num_clusters, rng):
@@ -141,7 +136,7 @@ def spherical_kmeans(tokens, num_clusters, rng):
     Source: Dhillon and Modha 2001 (spherical k-means); Arthur and Vassilvitskii 2007
     (k-means++).
     """
-    points = unit(tokens)
+    points = normalize(tokens)
     centroids = _first_centroids(points, num_clusters, rng)
     labels, cosines = _nearest(points, centroids)
     for _ in range(_MOST_ITERATIONS):
@@ -150,7 +145,7 @@ def spherical_kmeans(tokens, num_clusters, rng):
         counts = np.bincount(labels, minlength=num_clusters)
         (empty,) = np.nonzero(counts == 0)
         sums[empty] = points[np.argsort(cosines, kind="stable")[: len(empty)]]
-        centroids = unit(sums)
+        centroids = normalize(sums)
         before = labels
         labels, cosines = _nearest(points, centroids)
         if np.array_equal(labels, before):
@@ -182,13 +177,13 @@ def position_directions(tokens, num_groups):
     """
     _, num_tokens, width = tokens.shape
     groups = np.arange(num_tokens) * num_groups // num_tokens
-    points = unit(tokens).astype("float64")
+    points = normalize(tokens).astype("float64")
     # (D, D), (D, groups)
     moments = np.einsum("bsd,bse->de", points, points, optimize=True)
     sums = np.zeros((num_groups, width))
     np.add.at(sums, groups, points.sum(axis=0))
     ridge = _RIDGE * np.linalg.eigvalsh(moments)[-1] * np.eye(width)
-    directions = unit(np.linalg.solve(moments + ridge, sums.T).T)
+    directions = normalize(np.linalg.solve(moments + ridge, sums.T).T)
     return directions.astype(tokens.dtype)
 
 

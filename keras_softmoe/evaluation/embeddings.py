@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import keras
 import numpy as np
 from keras import ops
 from numpy.typing import ArrayLike
@@ -255,7 +256,9 @@ def zero_shot(
             f"shape={classes.shape}."
         )
     num_classes = len(classes)
-    scores = (named.unit(embeddings) @ named.unit(classes).T).astype("float32")
+    rows = (x.astype("float64") for x in (embeddings, classes))
+    embeddings, classes = map(keras.utils.normalize, rows)
+    scores = (embeddings @ classes.T).astype("float32")
     predictions = scores.argmax(axis=1)
     if labels is None:
         return ZeroShot(predictions, scores)

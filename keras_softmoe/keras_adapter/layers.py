@@ -27,8 +27,10 @@ class Layer(keras.layers.Layer):
     Would be replaced by: Keras freezing later sublayers, and saving the flag of each.
     """
 
-    # Names of arguments of the constructor, which `get_config` returns
+    # Names of arguments of the constructor, which `get_config` returns; and those that
+    # are layers
     config_arguments: tuple = ()
+    layer_arguments: tuple = ()
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -38,9 +40,22 @@ class Layer(keras.layers.Layer):
     def compute_output_shape(self, inputs_shape):
         return inputs_shape
 
+    def keep_arguments(self, scope):
+        """Set the attributes in `config_arguments` from `locals()` of `__init__`."""
+        for name in self.config_arguments:
+            setattr(self, name, scope[name])
+
     def get_config(self):
         own = {name: getattr(self, name) for name in self.config_arguments}
+        own |= {name: serialized(getattr(self, name)) for name in self.layer_arguments}
         return {**super().get_config(), **own}
+
+    @classmethod
+    def from_config(cls, config):
+        parts = {name: config.get(name) for name in cls.layer_arguments}
+        if not parts:
+            return super().from_config(config)
+        return cls(**{**config, **keras.saving.deserialize_keras_object(parts)})
 
     def _post_build(self):
         super()._post_build()
@@ -62,6 +77,18 @@ if keras.backend.backend() == "torch":
 
     torch_modules.register(Layer)
     Layer.__call__ = torch_modules.quick(keras.layers.Layer.__call__)
+
+
+def serialized(layer):
+    """Return the configuration of a layer (or `None`) that is built with another.
+
+    Would be replaced by: `serialize_keras_object` with an argument for shapes.
+    """
+    config = keras.saving.serialize_keras_object(layer)
+    if layer is not None:
+        # Its own shapes, which may differ from those of the other layer now
+        config.pop("build_config", None)
+    return config
 
 
 def is_in_training_mode(layer):
@@ -184,6 +211,18 @@ _STARTS_AS_ZEROS = contextvars.ContextVar("starts_as_zeros", default=False)
 
 
 @contextlib.contextmanager
+def during(variable, value):
+    """Give a context variable a value in this context.
+
+    Would be replaced by: `with variable.set(value)`, from Python 3.14 on.
+    """
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
 def zero_initialization(enabled=True):
     """Let new weights start as zeros in this context, because others will be loaded.
 
@@ -191,11 +230,7 @@ def zero_initialization(enabled=True):
     Would be replaced by: an option of Keras to build a model without initial values.
     """
     _let_variables_start_as_zeros()
-    token = _STARTS_AS_ZEROS.set(enabled)
-    try:
-        yield
-    finally:
-        _STARTS_AS_ZEROS.reset(token)
+    return during(_STARTS_AS_ZEROS, enabled)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import keras
 from keras.src.backend import compute_output_spec
 
-from keras_softmoe.keras_adapter.layers import is_initialized
+from keras_softmoe.keras_adapter.layers import during, is_initialized
 
 
 def wrap_compilation(cls, around):
@@ -42,17 +42,12 @@ def _wrapped(make_function, step, around):
 _LENGTH_IS_UNKNOWN = contextvars.ContextVar("length_is_unknown", default=False)
 
 
-@contextlib.contextmanager
 def batches_of_length(length):
     """Enter a run over so many batches, `None` if their number is unknown.
 
     Would be replaced by: a step of Keras on TensorFlow that waits for its batch.
     """
-    token = _LENGTH_IS_UNKNOWN.set(length is None)
-    try:
-        yield
-    finally:
-        _LENGTH_IS_UNKNOWN.reset(token)
+    return during(_LENGTH_IS_UNKNOWN, length is None)
 
 
 def _end_with_the_data(model, step):

@@ -40,8 +40,7 @@ class Attention(Layer):
     def __init__(self, num_heads: int, use_qk_norm: bool = False, **kwargs):
         check_whole_numbers(1, num_heads=num_heads)
         super().__init__(**kwargs)
-        self.num_heads = num_heads
-        self.use_qk_norm = use_qk_norm
+        self.keep_arguments(locals())
         self.supports_masking = True
 
     def build(self, queries_shape, tokens_shape):

@@ -45,12 +45,12 @@ class PatchEmbedding(Layer):
     def __init__(self, patch_size: int | Sequence[int], hidden_dim: int, **kwargs):
         check_whole_numbers(1, hidden_dim=hidden_dim)
         super().__init__(**kwargs)
-        self.patch_size = pair(patch_size)
-        self.hidden_dim = hidden_dim
+        patch_size = pair(patch_size)
+        self.keep_arguments(locals())
         self.projection = keras.layers.Conv2D(
             hidden_dim,
-            kernel_size=self.patch_size,
-            strides=self.patch_size,
+            kernel_size=patch_size,
+            strides=patch_size,
             padding="valid",
             data_format="channels_last",
             kernel_initializer="lecun_normal",
@@ -116,10 +116,8 @@ class PositionEmbedding(Layer):
         check_choice("resampling", resampling, position.RESAMPLINGS)
         super().__init__(**kwargs)
         check_choice("kind", kind, POSITION_EMBEDDINGS[:2])
-        self.grid = pair(grid, "grid")
-        self.kind = kind
-        self.has_class_token = has_class_token
-        self.resampling = resampling
+        grid = pair(grid, "grid")
+        self.keep_arguments(locals())
 
     def build(self, tokens_shape):
         _, num_tokens, width = tokens_shape
@@ -229,10 +227,7 @@ class TokenEmbedding(Layer):
             sequence_length=sequence_length,
             output_dim=output_dim,
         )
-        self.vocabulary_size = vocabulary_size
-        self.sequence_length = sequence_length
-        self.output_dim = output_dim
-        self.mask_padding = mask_padding
+        self.keep_arguments(locals())
         self.supports_masking = mask_padding
         initial = keras.initializers.RandomNormal(stddev=output_dim**-0.5)
         self.token_embedding = keras.layers.Embedding(
@@ -322,8 +317,8 @@ class Registers(Layer):
     def __init__(self, num_registers: int, has_class_token: bool = False, **kwargs):
         check_whole_numbers(1, num_registers=num_registers)
         super().__init__(**kwargs)
-        self.num_registers = int(num_registers)
-        self.has_class_token = has_class_token
+        num_registers = int(num_registers)
+        self.keep_arguments(locals())
 
     def build(self, tokens_shape):
         self.registers = self.add_weight(

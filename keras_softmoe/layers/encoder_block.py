@@ -6,7 +6,7 @@ import keras
 from keras import ops
 
 from keras_softmoe.checks import check_bools, check_numbers, received
-from keras_softmoe.keras_adapter.layers import Layer
+from keras_softmoe.keras_adapter.layers import Layer, serialized
 from keras_softmoe.layers.attention import Attention, LayerNormalization
 from keras_softmoe.layers.groups import check_mask, check_tokens_shape
 from keras_softmoe.layers.moe import MoE
@@ -51,9 +51,10 @@ class EncoderBlock(Layer):
     """
 
     config_arguments = (
-        *("num_heads", "mlp", "use_qk_norm", "dropout_rate", "layer_norm_epsilon"),
+        *("num_heads", "use_qk_norm", "dropout_rate", "layer_norm_epsilon"),
         "layer_scale",
     )
+    layer_arguments = ("mlp",)
 
     def __init__(
         self,
@@ -73,11 +74,7 @@ class EncoderBlock(Layer):
             )
         check_numbers(least=0, under=1, dropout_rate=dropout_rate)
         check_bools(use_qk_norm=use_qk_norm)
-        self.num_heads = num_heads
-        self.use_qk_norm = use_qk_norm
-        self.dropout_rate = dropout_rate
-        self.layer_norm_epsilon = layer_norm_epsilon
-        self.layer_scale = layer_scale
+        self.keep_arguments(locals())
         own, epsilon = {"dtype": self.dtype_policy}, layer_norm_epsilon
         self.attention_norm = LayerNormalization(epsilon, name="attention_norm", **own)
         self.attention = Attention(num_heads, use_qk_norm, name="attention", **own)
@@ -150,15 +147,7 @@ class EncoderBlock(Layer):
         return x + outputs
 
     def get_config(self):
-        mlp = keras.saving.serialize_keras_object(self.moe or self.mlp)
-        # It is built with the block.
-        mlp.pop("build_config", None)
-        return {**super().get_config(), "mlp": mlp}
-
-    @classmethod
-    def from_config(cls, config):
-        mlp = keras.saving.deserialize_keras_object(config["mlp"])
-        return cls(**{**config, "mlp": mlp})
+        return {**super().get_config(), "mlp": serialized(self.moe or self.mlp)}
 
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")

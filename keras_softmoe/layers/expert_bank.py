@@ -160,25 +160,21 @@ def _float8_with_lora(bank):
 # === LoRA ===
 
 
-def _lora_update(layer):
-    """Return the update of a layer's kernel by LoRA, `alpha / rank * A @ B`."""
-    first, second = (getattr(layer, name) for name in _lora_names(layer))
-    return layer.lora_alpha / layer.lora_rank * ops.matmul(first, second)
-
-
 def merge_lora(layer):
     """Merge the LoRA factors of any layer of Keras into its kernel.
 
     The layer computes the same, but for rounding in int8, and is trained as before
     `enable_lora`.
     """
-    merged = {}
+    merged, kernel_name = {}, _KERNELS.get(type(layer), "kernel")
+    factors = [f"lora_{kernel_name}_{factor}" for factor in "ab"]
     if layer.quantization_mode:
         # The kernels as they would be saved
         layer.save_own_variables(merged)
     else:
-        added = _lora_update(layer)
-    for name in _lora_names(layer):
+        first, second = (getattr(layer, name) for name in factors)
+        added = layer.lora_alpha / layer.lora_rank * ops.matmul(first, second)
+    for name in factors:
         # This also removes it from the variables of the layer.
         delattr(layer, name)
     layer.lora_enabled = False
@@ -186,7 +182,7 @@ def merge_lora(layer):
     if merged:
         layer.load_own_variables(merged)
         return
-    kernel = getattr(layer, _KERNELS.get(type(layer), "kernel"))
+    kernel = getattr(layer, kernel_name)
     kernel.assign_add(ops.cast(added, kernel.dtype))
     kernel.trainable = layer.trainable
 
@@ -206,8 +202,3 @@ def per_expert(initializer):
         output_axes=[2],
         seed=initializer.seed,
     )
-
-
-def _lora_names(layer):
-    kernel = _KERNELS.get(type(layer), "kernel")
-    return f"lora_{kernel}_a", f"lora_{kernel}_b"

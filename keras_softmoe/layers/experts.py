@@ -73,13 +73,7 @@ class Experts(Layer):
         check_bools(gated=gated)
         check_placement("check_divides_experts", num_experts)
         super().__init__(**kwargs)
-        self.num_experts = num_experts
-        self.mlp_dim = mlp_dim
-        self.equal_experts = equal_experts
-        self.dropout_rate = dropout_rate
-        self.remat = remat
-        self.activation = activation
-        self.gated = gated
+        self.keep_arguments(locals())
         # Here, as PyTorch does not compile a call of a function with a cache.
         self._activate = activate
         self._stages = _stages_of_slots(activation, remat, gated)

@@ -71,9 +71,8 @@ class MLP(Layer):
         activate = activation_of(activation)
         check_bools(gated=gated)
         super().__init__(**kwargs)
-        self.mlp_dim = int(mlp_dim)
-        self.activation = activation
-        self.gated = gated
+        mlp_dim = int(mlp_dim)
+        self.keep_arguments(locals())
         self._activate = activate
         self.supports_masking = True
 

@@ -10,7 +10,7 @@ from keras_softmoe.keras_adapter.layers import Layer
 from keras_softmoe.layers import groups
 from keras_softmoe.layers.experts import Experts
 from keras_softmoe.layers.mlp import MLP
-from keras_softmoe.layers.template import check_template, serialized_template
+from keras_softmoe.layers.template import check_template
 from keras_softmoe.layers.template_experts import TemplateExperts
 from keras_softmoe.ops import ChoiceRouting, SlotRouting, combine, dispatch, to_dense
 from keras_softmoe.ops.kernels import reshape
@@ -85,10 +85,11 @@ class MoE(Layer):
     routes_images = False
 
     config_arguments = (
-        *("router", "mlp_dim", "expert", "activation", "group_images", "dispatcher"),
-        *("equal_experts", "expert_dropout_rate", "remat_experts", "dispatch_dtype"),
-        *("gated", "shared_mlp_dim"),
+        *("mlp_dim", "activation", "group_images", "dispatcher", "equal_experts"),
+        *("expert_dropout_rate", "remat_experts", "dispatch_dtype", "gated"),
+        "shared_mlp_dim",
     )
+    layer_arguments = ("router", "expert")
 
     def __init__(
         self,
@@ -112,15 +113,32 @@ class MoE(Layer):
                 "`router` must be a router from `keras_softmoe.routers`. "
                 + checks.received(router=router)
             )
-        _check_experts(
-            mlp_dim,
-            expert,
-            activation,
-            gated,
-            shared_mlp_dim,
-            expert_dropout_rate=expert_dropout_rate,
-            remat_experts=remat_experts,
-        )
+        checks.check_bools(gated=gated)
+        if (mlp_dim is None) == (expert is None):
+            given = {} if expert is None else {"expert": expert}
+            raise ValueError(
+                "Either `mlp_dim` must be the hidden width of experts that are MLPs, "
+                "or `expert` a layer that they copy. Pass one of the two. "
+                + checks.received(mlp_dim=mlp_dim, **given)
+            )
+        if expert is None:
+            checks.check_whole_numbers(1, mlp_dim=mlp_dim)
+        else:
+            check_template(expert)
+            given = {
+                "expert_dropout_rate": expert_dropout_rate,
+                "remat_experts": remat_experts,
+            }
+            if shared_mlp_dim is None:
+                # Otherwise they are settings of the shared expert, which is an MLP.
+                other = None if activation == "gelu_tanh" else activation
+                given |= {"gated": gated, "activation": other}
+            given = {name: value for name, value in given.items() if value}
+            if given:
+                raise ValueError(
+                    "These are settings of experts that are MLPs, not of an `expert`. "
+                    + checks.received(**given)
+                )
         self.check_settings(
             group_images,
             dispatcher,
@@ -132,16 +150,7 @@ class MoE(Layer):
         )
         # A copy, so that one router can be given to several layers
         self.router = router.clone(name="router")
-        self.mlp_dim = mlp_dim
-        self.group_images = group_images
-        self.dispatcher = dispatcher
-        self.equal_experts = equal_experts
-        self.expert_dropout_rate = expert_dropout_rate
-        self.remat_experts = remat_experts
-        self.dispatch_dtype = dispatch_dtype
-        self.activation = activation
-        self.gated = gated
-        self.shared_mlp_dim = shared_mlp_dim
+        self.keep_arguments(locals())
         of_experts = {
             "equal_experts": equal_experts,
             "dtype": self.dtype_policy,
@@ -309,7 +318,7 @@ class MoE(Layer):
                 return routing, {"count": routing.count}
             else:
                 # A slot for each token in every expert
-                routing = SlotRouting(*to_slots(routing, num_tokens))
+                routing = to_slots(routing, num_tokens)
         return routing, {}
 
     def _open_length(self, tokens, training):
@@ -332,13 +341,6 @@ class MoE(Layer):
 
             return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
         return ops.cast(ops.cast(x, self.dispatch_dtype), x.dtype)
-
-    def get_config(self):
-        router = keras.saving.serialize_keras_object(self.router)
-        # It is built for the group size of the configuration, which may differ now.
-        router.pop("build_config", None)
-        expert = None if self.expert is None else serialized_template(self.expert)
-        return {**super().get_config(), "router": router, "expert": expert}
 
     @staticmethod
     def check_settings(
@@ -364,12 +366,6 @@ class MoE(Layer):
                 + checks.received(shared_mlp_dim=shared_mlp_dim)
             )
 
-    @classmethod
-    def from_config(cls, config):
-        parts = {name: config.get(name) for name in ("router", "expert")}
-        revived = keras.saving.deserialize_keras_object(parts)
-        return cls(**{**config, **revived})
-
 
 def _check_group_count(group_images):
     is_count = checks.is_whole_number(group_images, 1, "group_images")
@@ -380,33 +376,4 @@ def _check_group_count(group_images):
             f"integer{checks.at_most('group_images')}, or `None` for the whole batch. "
             + "A new `ViTMoEBackbone` also takes 'auto'. " * is_name
             + checks.received(group_images=group_images)
-        )
-
-
-def _check_experts(mlp_dim, expert, activation, gated, shared_mlp_dim, **of_mlps):
-    """Raise unless the arguments describe MLPs, or experts of a template.
-
-    `of_mlps` are settings of experts that are MLPs.
-    """
-    checks.check_bools(gated=gated)
-    if (mlp_dim is None) == (expert is None):
-        given = {} if expert is None else {"expert": expert}
-        raise ValueError(
-            "Either `mlp_dim` must be the hidden width of experts that are MLPs, or "
-            "`expert` a layer that they copy. Pass one of the two. "
-            + checks.received(mlp_dim=mlp_dim, **given)
-        )
-    if expert is None:
-        checks.check_whole_numbers(1, mlp_dim=mlp_dim)
-        return
-    check_template(expert)
-    if shared_mlp_dim is None:
-        # Otherwise they are settings of the shared expert, which is an MLP.
-        is_default = activation == "gelu_tanh"
-        of_mlps |= {"gated": gated, "activation": None if is_default else activation}
-    given = {name: value for name, value in of_mlps.items() if value}
-    if given:
-        raise ValueError(
-            "These are settings of experts that are MLPs, not of an `expert`. "
-            + checks.received(**given)
         )

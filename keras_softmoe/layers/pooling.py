@@ -164,11 +164,7 @@ class AttentionPooling(Layer):
         **kwargs,
     ):
         super().__init__(**kwargs)
-        self.num_heads = num_heads
-        self.mlp_dim = mlp_dim
-        self.use_qk_norm = use_qk_norm
-        self.activation = activation
-        self.layer_norm_epsilon = layer_norm_epsilon
+        self.keep_arguments(locals())
         own, epsilon = {"dtype": self.dtype_policy}, layer_norm_epsilon
         self.attention = Attention(num_heads, use_qk_norm, name="attention", **own)
         self.mlp_norm = LayerNormalization(epsilon, name="mlp_norm", **own)
@@ -217,14 +213,15 @@ class ContrastiveScale(Layer):
     Source: LIMoE, appendix A (scale); Zhai et al. 2023 (SigLIP), section 3.2 (bias).
     """
 
+    config_arguments = ("scale", "bias")
+
     def __init__(self, scale: float = 10.0, bias: float | None = None, **kwargs):
         check_numbers(over=0, scale=scale)
         if bias is not None:
             check_numbers(bias=bias)
         # Half precision would round its logarithm.
         super().__init__(**{**kwargs, "dtype": "float32"})
-        self.scale = scale
-        self.bias = bias
+        self.keep_arguments(locals())
 
     def build(self, embeddings_shape):
         self.log_scale = self.add_weight(
@@ -253,4 +250,4 @@ class ContrastiveScale(Layer):
     def get_config(self):
         config = super().get_config()
         del config["dtype"]
-        return {**config, "scale": self.scale, "bias": self.bias}
+        return config

@@ -53,12 +53,7 @@ class SoftMoE(Layer):
         **kwargs,
     ):
         super().__init__(**kwargs)
-        self.num_experts = num_experts
-        self.mlp_dim = mlp_dim
-        self.slots_per_expert = slots_per_expert
-        self.equal_experts = equal_experts
-        self.remat_experts = remat_experts
-        self.initial_scale = initial_scale
+        self.keep_arguments(locals())
         self.moe = MoE(
             SoftRouter(num_experts, slots_per_expert, initial_scale=initial_scale),
             mlp_dim,

@@ -85,13 +85,6 @@ def check_template(expert):
     return expert
 
 
-def serialized_template(expert):
-    """Return the configuration of a template, which is not built from a file."""
-    config = keras.saving.serialize_keras_object(expert)
-    config.pop("build_config", None)
-    return config
-
-
 def new_copy(expert, shape):
     """Return a copy of a layer with weights of its own, built for `(None, *shape)`."""
     try:

@@ -42,6 +42,9 @@ class TemplateExperts(layers.Layer):
         ValueError: if the template is no layer that is a function of a single slot.
     """
 
+    config_arguments = ("num_experts", "equal_experts")
+    layer_arguments = ("expert",)
+
     def __init__(
         self,
         num_experts: int,
@@ -54,8 +57,7 @@ class TemplateExperts(layers.Layer):
         templates.check_template(expert)
         constraints.check_placement("check_divides_experts", num_experts)
         super().__init__(**kwargs)
-        self.num_experts = num_experts
-        self.equal_experts = equal_experts
+        self.keep_arguments(locals())
         # `given` is the user's, `used` the one that computes; both untracked by Keras.
         self._templates = templates.Templates(expert)
 
@@ -220,19 +222,6 @@ class TemplateExperts(layers.Layer):
 
     def quantize(self, mode=None, type_check=True, config=None):
         self.check_quantization(mode, config)
-
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "num_experts": self.num_experts,
-            "expert": templates.serialized_template(self.expert),
-            "equal_experts": self.equal_experts,
-        }
-
-    @classmethod
-    def from_config(cls, config):
-        expert = keras.saving.deserialize_keras_object(config["expert"])
-        return cls(**{**config, "expert": expert})
 
 
 class NotQuantizedError(NotImplementedError, ValueError):

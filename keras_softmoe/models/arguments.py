@@ -3,7 +3,7 @@
 import functools
 import inspect
 
-from keras_softmoe.checks import check_names, first_not_finite, keyword_names, quote
+from keras_softmoe.checks import check_names, keyword_names, quote
 
 
 @functools.cache
@@ -68,16 +68,6 @@ def check_images(images, image_shape, any_size=False, grey=False):
         raise ValueError(
             f"Images are arrays of numbers. Received: images of dtype {images.dtype}. "
             "Read the files first, for example with PIL's `Image.open`."
-        )
-
-
-def check_finite_images(images):
-    """Raise if a NumPy array of images has NaN or infinity in it."""
-    wrong = first_not_finite(images)
-    if wrong is not None:
-        raise ValueError(
-            "Images must be finite numbers. Received: NaN or infinity, first in "
-            f"image {wrong} of {len(images)}."
         )
 
 

@@ -1,6 +1,5 @@
 """The base class of backbones, their size, and encoders of one modality."""
 
-import contextlib
 import contextvars
 import functools
 import os
@@ -12,7 +11,11 @@ import keras_hub
 from keras import ops
 
 from keras_softmoe.architecture import Settings, revive_router
-from keras_softmoe.keras_adapter.layers import flatten_layers, zero_initialization
+from keras_softmoe.keras_adapter.layers import (
+    during,
+    flatten_layers,
+    zero_initialization,
+)
 from keras_softmoe.layers import EncoderBlock, Experts
 from keras_softmoe.models import configuration
 from keras_softmoe.models.adaptation import EXPERT_LAYERS, enable_lora, quantize
@@ -164,7 +167,6 @@ class MoEBackbone(keras_hub.models.FeaturePyramidBackbone, MutableRouting):
 # === Size ===
 
 
-@contextlib.contextmanager
 def weights_follow(file_bytes):
     """Scope in which backbones are made whose weights are all loaded afterwards.
 
@@ -174,11 +176,7 @@ def weights_follow(file_bytes):
     Args:
         file_bytes: int, the size of the files with the weights; `None` without any.
     """
-    token = _FILE_BYTES.set(file_bytes)
-    try:
-        yield
-    finally:
-        _FILE_BYTES.reset(token)
+    return during(_FILE_BYTES, file_bytes)
 
 
 def check_size(architecture, name):

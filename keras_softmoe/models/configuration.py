@@ -1,6 +1,5 @@
 """Frozen parts of models and compilation, as configurations describe them."""
 
-import contextlib
 import contextvars
 
 import keras
@@ -40,12 +39,7 @@ def trainable_argument(model):
 
 def serialized_routers(model):
     """Return the serialized router of a model, a list if they differ, or `None`."""
-    found = []
-    for router in model.routers.values():
-        config = keras.saving.serialize_keras_object(router)
-        # The group size at the first call, which may differ now
-        config.pop("build_config", None)
-        found.append(config)
+    found = [layers.serialized(router) for router in model.routers.values()]
     if has_factors(model):
         # LoRA has frozen the routers, but files hold kernels without LoRA.
         for config in found:
@@ -118,14 +112,9 @@ def own_policy(layer):
 IN_PRESET = contextvars.ContextVar("configuration_is_for_a_preset", default=False)
 
 
-@contextlib.contextmanager
 def preset_is_saved():
     """Open a scope in which configurations are of presets, without optimizer state."""
-    token = IN_PRESET.set(True)
-    try:
-        yield
-    finally:
-        IN_PRESET.reset(token)
+    return layers.during(IN_PRESET, True)
 
 
 def with_compilation(model, config):

@@ -16,7 +16,6 @@ import numpy as np
 
 from keras_softmoe import checks
 from keras_softmoe.keras_adapter.data import BatchesOf
-from keras_softmoe.models.arguments import check_finite_images
 from keras_softmoe.sharding.variables import num_processes
 
 # Keras' preprocessing layers compute with TensorFlow while a thread traces them.
@@ -190,7 +189,7 @@ def _check_samples(model, x, y=None, weight=None):
     for array in images:
         # Integers are finite.
         if array.dtype.kind not in "iu":
-            check_finite_images(array)
+            checks.check_finite("Images", array, "image")
     if y is not None:
         model.check_labels(y)
     # Of masks, also one for each pixel
@@ -209,13 +208,8 @@ def _check_samples(model, x, y=None, weight=None):
 
 def check_finite(kind, row, array):
     """Raise unless an array has finite numbers; `kind` and `row` name them."""
-    wrong = checks.first_not_finite(array)
-    if wrong is not None:
-        raise ValueError(
-            f"{kind} must be finite numbers. Received: NaN or infinity, first in the "
-            f"{row} {wrong} of {len(array)}. To leave an image out, give it the weight "
-            "0."
-        )
+    remedy = " To leave an image out, give it the weight 0."
+    checks.check_finite(kind, array, f"the {row}", remedy)
 
 
 def checked_class_weight(class_weight, num_classes):

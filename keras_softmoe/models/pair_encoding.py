@@ -5,7 +5,7 @@ from collections import Counter
 import keras
 import numpy as np
 
-from keras_softmoe.checks import check_whole_numbers
+from keras_softmoe.checks import check_finite, check_whole_numbers
 from keras_softmoe.models import arguments
 from keras_softmoe.models.contrastive_preprocessor import checked_captions
 from keras_softmoe.models.data import as_arrays, repeat_grey
@@ -30,7 +30,7 @@ class PairEncoding:
         """
         images = as_arrays(images)
         self.check_input(images)
-        arguments.check_finite_images(images)
+        check_finite("Images", images, "image")
         return self._encode("image", images, batch_size, verbose)
 
     def encode_text(self, captions, batch_size=64, verbose=0):
@@ -117,16 +117,10 @@ def class_embeddings(encode_text, class_names, templates):
                 f"Received: shape={found.shape} for {len(texts)} texts."
             )
         # (templates, C, D)
-        found = unit(found).reshape(len(part), len(names), -1)
+        found = keras.utils.normalize(found.astype("float64"))
+        found = found.reshape(len(part), len(names), -1)
         total = total + found.sum(axis=0)
-    return unit(total).astype("float32")
-
-
-def unit(embeddings):
-    """Return rows of length 1 in float64; a row of zeros stays the same."""
-    embeddings = embeddings.astype("float64")
-    length = np.linalg.norm(embeddings, axis=-1, keepdims=True)
-    return embeddings / np.where(length > 0, length, 1.0)
+    return keras.utils.normalize(total).astype("float32")
 
 
 def check_names(class_names):

@@ -87,7 +87,7 @@ def token_choice(
     if isinstance(priority, str):
         check_choice("priority", priority, PRIORITIES)
     check_keep_fraction(keep_fraction)
-    _check_capacity(capacity)
+    check_capacity(capacity)
     # Not every backend can sort NaN.
     scores = zero_padding(scores, valid)
     if not isinstance(priority, str) and valid is not None:
@@ -210,7 +210,7 @@ def expert_choice(
     """
     scores, valid = as_tensor(scores), as_tensor(valid)
     num_tokens = scores.shape[1]
-    _check_capacity(capacity)
+    check_capacity(capacity)
     if capacity > num_tokens:
         raise ValueError(
             "`capacity` must be at most the number of tokens in a group, "
@@ -278,7 +278,8 @@ def check_num_selected_experts(num_selected_experts, num_experts):
         )
 
 
-def _check_capacity(capacity):
+def check_capacity(capacity):
+    """Raise unless a capacity is positive."""
     if capacity < 1:
         raise ValueError(
             "`capacity` must be a positive integer. Received: "

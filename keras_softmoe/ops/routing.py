@@ -146,7 +146,7 @@ def to_dense(routing: Routing, num_tokens: int) -> DenseRouting:
     if isinstance(routing, DenseRouting):
         return routing
     if isinstance(routing, ChoiceRouting):
-        routing = SlotRouting(*to_slots(routing, num_tokens))
+        routing = to_slots(routing, num_tokens)
     token, filled, gate = map(as_tensor, routing)
     tokens = reshape(positions(num_tokens, token), (num_tokens, 1, 1))
     # (G, S, E, C)
@@ -318,7 +318,9 @@ def choice_routing(scores, chosen, kept=None):
 
 
 def to_slots(routing, num_tokens):
-    """Return `token`, `filled` and `gate` of a `ChoiceRouting` with `S` slots."""
+    """Return a `ChoiceRouting` as `SlotRouting` with `S` slots; others unchanged."""
+    if not isinstance(routing, ChoiceRouting):
+        return routing
     routing = ChoiceRouting(*map(as_tensor, routing))
     experts = positions(routing.count.shape[0], routing.expert)
     # (G, S, K, E)
@@ -328,7 +330,7 @@ def to_slots(routing, num_tokens):
     gate = ops.sum(gate, axis=2)
     kept, chosen = routing.kept[..., 0], ops.cast(routing.expert, INDEX)
     token, filled = assign_choices(gate, chosen, num_tokens, valid=kept)
-    return token, filled, gates_of_slots(gate, token, filled)
+    return SlotRouting(token, filled, gates_of_slots(gate, token, filled))
 
 
 @compiled_on_jax("copies")

@@ -9,6 +9,7 @@ import keras
 from keras import ops
 
 from keras_softmoe.checks import check_whole_numbers
+from keras_softmoe.ops.assignment import check_capacity
 from keras_softmoe.ops.kernels import (
     as_tensor,
     compiled_on_jax,
@@ -153,10 +154,7 @@ def sparse_transport_plan(
         True
     """
     check_whole_numbers(1, num_iterations=num_iterations)
-    if capacity < 1:
-        raise ValueError(
-            f"`capacity` must be a positive integer. Received: capacity={capacity}."
-        )
+    check_capacity(capacity)
     scores, valid, limit = float32_at_least(scores), as_tensor(valid), as_tensor(limit)
     capacity = min(capacity, scores.shape[1])
     solver = (num_iterations, learning_rate, tolerance)

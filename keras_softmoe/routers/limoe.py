@@ -94,20 +94,14 @@ def entropy_losses(
         text_experts = max(1.0, _TEXT_SHARE * num_experts)
     if image_experts is None:
         image_experts = max(1.0, _IMAGE_SHARE * num_experts)
-    merges = num_selected_experts > 1
-    local = (
-        router_losses.merged_entropy_loss
-        if merges
-        else router_losses.local_entropy_loss
-    )
+    local = router_losses.local_entropy_loss
+    if num_selected_experts > 1:
+        local = router_losses.merged_entropy_loss
+    of_all = router_losses.global_entropy_loss
     return (
         RoutingLoss(local, "text"),
-        RoutingLoss(
-            router_losses.global_entropy_loss, "text", soft_minimum=text_experts
-        ),
-        RoutingLoss(
-            router_losses.global_entropy_loss, "image", soft_minimum=image_experts
-        ),
+        RoutingLoss(of_all, "text", soft_minimum=text_experts),
+        RoutingLoss(of_all, "image", soft_minimum=image_experts),
     )
 
 

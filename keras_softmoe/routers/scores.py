@@ -160,6 +160,8 @@ class Scores:
 
     # Source of the gates: the probabilities, or the selection scores ("plan").
     combine = "softmax"
+    # Noise on the logits in training
+    noise_std = 0.0
     # Whether a bias takes part in the choice
     is_biased = False
     # Whether the probabilities of a token add up to 1
@@ -168,6 +170,10 @@ class Scores:
     compares_tokens = False
     # Weights without gradient: names, and whether there is one for each expert
     state: ClassVar[dict] = {}
+
+    def __post_init__(self):
+        check_choice("combine", self.combine, ("softmax", "plan"))
+        check_numbers(least=0, noise_std=self.noise_std)
 
     def probabilities(self, logits):
         """Return the `(G, S, E)` probabilities of `(G, S, E)` logits."""
@@ -179,9 +185,6 @@ class Softmax(Scores):
     """Selection by the probabilities."""
 
     noise_std: float = 0.0
-
-    def __post_init__(self):
-        check_numbers(least=0, noise_std=self.noise_std)
 
     def selection(self, logits, probabilities, slots, valid, limit):
         """Return the `(G, S, E)` scores that choose.
@@ -248,9 +251,8 @@ class Sinkhorn(Scores):
     noise_std: float = 0.0
 
     def __post_init__(self):
-        check_choice("combine", self.combine, ("softmax", "plan"))
+        super().__post_init__()
         check_whole_numbers(1, num_iterations=self.num_iterations)
-        check_numbers(least=0, noise_std=self.noise_std)
 
     def selection(self, logits, probabilities, slots, valid, limit):
         # The plan has a gradient only if gates are its entries.
@@ -267,10 +269,9 @@ class SparseTransport(Scores):
     num_iterations: int = 20
     learning_rate: float = 0.01
     combine: str = "softmax"
-    noise_std: ClassVar[float] = 0.0
 
     def __post_init__(self):
-        check_choice("combine", self.combine, ("softmax", "plan"))
+        super().__post_init__()
         check_whole_numbers(1, num_iterations=self.num_iterations)
         check_numbers(over=0, learning_rate=self.learning_rate)
 

@@ -103,12 +103,7 @@ class SoftRouter(Router):
                 + checks.received(initial_scale=initial_scale, normalize=normalize)
             )
         super().__init__(num_experts, **kwargs)
-        self.slots_per_expert = slots_per_expert
-        self.dispatch = dispatch
-        self.combine = combine
-        self.normalize = normalize
-        self.noise_std = noise_std
-        self.initial_scale = initial_scale
+        self.keep_arguments(locals())
         # Without a softmax of logits there are no weights.
         self._learns = "soft" in (dispatch, combine)
         self.num_directions = self._learns * num_experts * slots_per_expert

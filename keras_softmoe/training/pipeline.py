@@ -9,7 +9,7 @@ from typing import NamedTuple
 import keras
 import numpy as np
 
-from keras_softmoe.checks import check_whole_numbers, first_not_finite, received
+from keras_softmoe.checks import check_finite, check_whole_numbers, received
 
 
 class Augmentation(NamedTuple):
@@ -254,13 +254,8 @@ def _rows(data):
                 "There must be an image or more, and one label or caption for each. "
                 f"Received: {len(images)} images and {len(others)} labels or captions."
             )
-        for name, array in (("images", images), ("labels", others)):
-            row = first_not_finite(np.asarray(array))
-            if row is not None:
-                raise ValueError(
-                    "Images and labels must be finite numbers. Received: NaN or "
-                    f"infinity in {name}, first in number {row} of {len(images)}."
-                )
+        for name, array in (("Images", images), ("Labels", others)):
+            check_finite(name, np.asarray(array), "number")
         data = tf.data.Dataset.from_tensor_slices(tuple(data))
     spec = getattr(data, "element_spec", None)
     if not isinstance(spec, tuple) or len(spec) != 2 or spec[0].shape.rank != 3:

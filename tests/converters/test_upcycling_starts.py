@@ -1,5 +1,6 @@
 """Clusters, decompositions and directions, against plain twins of the papers' text."""
 
+import keras
 import numpy as np
 import pytest
 
@@ -15,7 +16,7 @@ def rng():
 def planted(num_clusters=4, each=30, width=6, noise=0.1, seed=0):
     """Tokens around a few directions, of many lengths, and where each belongs."""
     rng = np.random.default_rng(seed)
-    centers = statistics.unit(rng.normal(size=(num_clusters, width)))
+    centers = keras.utils.normalize(rng.normal(size=(num_clusters, width)))
     labels = rng.permutation(np.repeat(np.arange(num_clusters), each))
     tokens = centers[labels] + noise * rng.normal(size=(len(labels), width))
     return tokens * rng.uniform(0.1, 10, size=(len(labels), 1)), labels
@@ -40,7 +41,7 @@ def plain_kmeans(tokens, centroids):
 def test_kmeans_is_lloyds_algorithm(rng):
     tokens = rng.normal(size=(60, 5))
     first = statistics._first_centroids(
-        statistics.unit(tokens), 4, np.random.default_rng(7)
+        keras.utils.normalize(tokens), 4, np.random.default_rng(7)
     )
     expected, expected_labels = plain_kmeans(tokens, list(first))
     centroids, labels = statistics.spherical_kmeans(tokens, 4, np.random.default_rng(7))
@@ -59,7 +60,7 @@ def test_kmeans_finds_directions_whatever_the_lengths(seed):
 def test_a_cluster_without_tokens_starts_again(monkeypatch):
     tokens, _ = planted()
     # Of equal centroids all but the first lose their tokens.
-    first = np.repeat(statistics.unit(tokens[:1]), 4, axis=0)
+    first = np.repeat(keras.utils.normalize(tokens[:1]), 4, axis=0)
     monkeypatch.setattr(statistics, "_first_centroids", lambda *_: first)
     centroids, labels = statistics.spherical_kmeans(tokens, 4, None)
     assert sorted(set(labels)) == [0, 1, 2, 3]
