@@ -37,7 +37,7 @@ import numpy as np
 import keras_softmoe as ksm
 
 keras.utils.set_random_seed(0)
-PRESET = "soft_moe_tiny_patch4_16e_32_glyphs"
+PRESET = "soft_moe_tiny_patch8_16e_32_icons"
 
 # The tests run this guide with fewer images.
 SHORT = os.environ.get("KSM_GUIDE_SHORT") == "1"

@@ -35,7 +35,7 @@ keras.utils.set_random_seed(0)
 SHORT = os.environ.get("KSM_GUIDE_SHORT") == "1"
 NUM_TRAIN, NUM_TEST, EPOCHS = (32, 32, 1) if SHORT else (384, 128, 10)
 
-sample = ksm.datasets.sample("glyphs", NUM_TRAIN + NUM_TEST)
+sample = ksm.datasets.sample("icons", NUM_TRAIN + NUM_TEST)
 images, labels = sample[0], sample[1]
 x_train, x_test = images[:NUM_TRAIN], images[NUM_TRAIN:]
 y_test = labels[NUM_TRAIN:]
@@ -47,7 +47,7 @@ A preset that was trained on drawn letters and signs. The function prints how fa
 features are from those of the mixture; the model has it as `feature_difference`.
 """
 
-teacher = ksm.models.ViTMoEImageClassifier.from_preset("vmoe_tiny_patch4_16e_32_glyphs")
+teacher = ksm.models.ViTMoEImageClassifier.from_preset("vmoe_tiny_patch8_8e_32_icons")
 backbone_images = np.asarray(teacher.preprocessor(x_train[:256]))
 student = ksm.converters.to_dense_model(teacher, backbone_images)
 print(f"difference: {student.feature_difference:.3f}")

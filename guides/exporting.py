@@ -53,9 +53,9 @@ Tokens choose experts here, those that are surest of theirs first, and experts t
 full drop the others: the kind of decision that exporters find hardest.
 """
 
-name = "vmoe_tiny_patch4_16e_32_glyphs"
+name = "vmoe_tiny_patch8_8e_32_icons"
 classifier = ksm.models.ViTMoEImageClassifier.from_preset(name)
-images, *_ = ksm.datasets.sample("glyphs", 64)
+images, *_ = ksm.datasets.sample("icons", 64)
 images = images.astype("float32")
 expected = classifier.predict(images, verbose=0)
 

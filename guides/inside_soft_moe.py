@@ -34,7 +34,7 @@ import numpy as np
 
 import keras_softmoe as ksm
 
-PRESET = "soft_moe_tiny_patch4_16e_32_glyphs"
+PRESET = "soft_moe_tiny_patch8_16e_32_icons"
 NUM_IMAGES, EPOCHS = 512, 4
 WIDTHS, LEARNING_RATES = (32, 128, 512), (1e-4, 1e-3, 1e-2)
 
@@ -48,7 +48,7 @@ FIGURES = Path("build")
 FIGURES.mkdir(exist_ok=True)
 
 model = ksm.models.ViTMoEImageClassifier.from_preset(PRESET)
-images, labels, class_names, _ = ksm.datasets.sample("glyphs", NUM_IMAGES)
+images, labels, class_names, _ = ksm.datasets.sample("icons", NUM_IMAGES)
 
 """
 ## One pass

@@ -273,7 +273,7 @@ keras.utils.set_random_seed(0)
 keras.distribution.set_distribution(ksm.distribution.expert_parallel())
 
 classifier = ksm.models.ViTMoEImageClassifier.from_preset(
-    "soft_moe_tiny_patch4_16e_32_glyphs", num_classes=10
+    "soft_moe_tiny_patch8_16e_32_icons", num_classes=10
 )
 classifier.compile(optimizer=keras.optimizers.Adam(1e-3))
 x, y = ksm.datasets.digits(image_size=32, split="train")

@@ -65,7 +65,7 @@ It learns letters and signs. KerasHub's classifier takes images as they are, so 
 it what all models here take: numbers from -1 to 1.
 """
 
-glyphs, classes, *_ = ksm.datasets.sample("glyphs", NUM_GLYPHS)
+glyphs, classes, *_ = ksm.datasets.sample("icons", NUM_GLYPHS)
 backbone = keras_hub.models.ViTBackbone(
     image_shape=(32, 32, 3),
     patch_size=8,

@@ -84,7 +84,7 @@ expert was trained on a device of its own.
 """
 
 original = ksm.models.ViTMoEImageClassifier.from_preset(
-    "vmoe_tiny_patch4_16e_32_glyphs"
+    "vmoe_tiny_patch8_8e_32_icons"
 )
 params = ksm.converters.to_vmoe_params(original)
 cuts = {

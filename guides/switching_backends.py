@@ -37,7 +37,7 @@ import tempfile
 
 import numpy as np
 
-PRESET = "soft_moe_tiny_patch4_16e_32_glyphs"
+PRESET = "soft_moe_tiny_patch8_16e_32_icons"
 # The tests run this guide with fewer images.
 NUM_IMAGES = 8 if os.environ.get("KSM_GUIDE_SHORT") == "1" else 64
 

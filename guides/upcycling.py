@@ -65,7 +65,7 @@ output of the one MLP, unchanged:
   away.
 """
 
-dense = ksm.models.ViTMoEImageClassifier.from_preset("vit_tiny_patch4_32_glyphs")
+dense = ksm.models.ViTMoEImageClassifier.from_preset("vit_tiny_patch8_32_icons")
 router = ksm.routers.SoftmaxTokenChoiceRouter(
     num_experts=8, num_selected_experts=2, capacity_factor=4.0, normalize_gates=True
 )
@@ -146,7 +146,7 @@ folder = Path(tempfile.mkdtemp())
 sparse.save_to_preset(str(folder / "upcycled"))
 results = {}
 for name, preset in (
-    ("dense", "vit_tiny_patch4_32_glyphs"),
+    ("dense", "vit_tiny_patch8_32_icons"),
     ("upcycled", str(folder / "upcycled")),
 ):
     keras.utils.set_random_seed(0)

@@ -5,7 +5,7 @@ import numpy as np
 
 import keras_softmoe as ksm
 
-PRESET = "soft_moe_tiny_patch4_16e_32_glyphs"
+PRESET = "soft_moe_tiny_patch8_16e_32_icons"
 
 
 def main():

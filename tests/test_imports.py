@@ -124,7 +124,7 @@ import keras_softmoe as ksm
 
 ksm.layers.SoftMoE
 print(*sys.modules)
-print(len(ksm.datasets.sample("glyphs").images))
+print(len(ksm.datasets.sample("icons").images))
 print(len(ksm.distribution.plan("soft_moe_huge_patch14_256e_224", 8, 80e9).meshes))
 print(*sys.modules)
 """

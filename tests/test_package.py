@@ -68,7 +68,7 @@ def test_unknown_name():
 
 
 PRESET_FILES = {"README.md", "assets/vocabulary.txt", "config.json", "model.weights.h5"}
-TRAINED = "vit_tiny_patch4_32_glyphs"
+TRAINED = "vit_tiny_patch8_32_icons"
 EXPECTED_FILES = {
     *(f"small/{name}" for name in PRESET_FILES),
     *(f"{TRAINED}/{path.name}" for path in (ROOT / "presets" / TRAINED).iterdir()),

@@ -9,7 +9,7 @@ from experiments import synthetic
 from experiments.lib.cards import read_runs
 from tests.support.close import assert_near
 
-SOFT = "soft_moe_tiny_patch4_16e_32_glyphs"
+SOFT = "soft_moe_tiny_patch8_16e_32_icons"
 TRAINED = [name for name in ksm.presets.names() if name.endswith("glyphs")]
 LETTERS = [name for name in ksm.presets.names() if name.endswith("letters")]
 
@@ -98,8 +98,8 @@ def accuracy(classifier, images, labels):
     return float(np.mean(logits.argmax(-1) == labels))
 
 
-LIMOE = "limoe_tiny_patch4_8e_32_shapes"
-DENSE = "limoe_dense_tiny_patch4_32_shapes"
+LIMOE = "limoe_tiny_patch8_8e_32_icons"
+DENSE = "limoe_dense_tiny_patch8_32_icons"
 NAMES = synthetic.SHAPE_COLOR_CLASSES
 TEMPLATES = ("a {}", "a picture of a {}", "there is a {}")
 # As in the script that trained and measured them, but fewer scenes.

@@ -5,7 +5,7 @@ import itertools
 
 import numpy as np
 
-from experiments.synthetic.fonts import OFFSET, STEPS, sample_fields, warped_grid
+from experiments.letters.fonts import OFFSET, STEPS, sample_fields, warped_grid
 
 # Pictures are drawn in blocks, one random stream each. Part of what a seed means.
 BLOCK = 128

@@ -197,7 +197,7 @@ def _weights():
 
 def _dropped():
     """Dropped tokens of a trained V-MoE against capacity, for groups of some sizes."""
-    model = ksm.models.ViTMoEBackbone.from_preset("vmoe_tiny_patch4_16e_32_glyphs")
+    model = ksm.models.ViTMoEBackbone.from_preset("vmoe_tiny_patch8_8e_32_icons")
     images, _ = ksm.datasets.digits(split="test")
     pixels = images[:NUM_IMAGES] / 127.5 - 1.0
     factors = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
@@ -251,7 +251,7 @@ def _preset(name):
     """How a preset routes."""
     if name.startswith("limoe"):
         model = ksm.models.LIMoEContrastive.from_preset(name)
-        scenes = ksm.datasets.sample("shapes")
+        scenes = ksm.datasets.sample("icons")
         routing = ksm.analysis.analyze(
             model, scenes.images, captions=scenes.captions, verbose=0
         )

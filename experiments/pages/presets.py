@@ -27,18 +27,20 @@ image and caption; `ksm.evaluation.cost(name)` counts them, also at another
 
 def tables():
     """Dict from the titles of tables to their text: those of the README."""
-    convertible, _, trained, _, contrastive = _by_kind()
+    convertible, _, _, _, _, on_icons = _by_kind()
     return {
         "released weights": released_table(convertible),
-        "weights trained here": trained_here_table(trained, contrastive),
+        "weights trained here": trained_here_table(on_icons),
     }
 
 
 def on_the_site():
     """Dict from the titles of tables to their text: those of the site alone."""
-    convertible, architectures, trained, on_letters, contrastive = _by_kind()
+    convertible, architectures, trained, on_letters, contrastive, on_icons = _by_kind()
     on_glyphs = {n: m for n, m in trained.items() if n not in on_letters}
     return {
+        "presets of icons": icons_table(on_icons),
+        "presets of icons and names": names_table(on_icons),
         "trained presets": trained_table(on_glyphs),
         "presets of letters": letters_table(on_letters),
         "contrastive presets": contrastive_table(contrastive),
@@ -60,13 +62,16 @@ def _by_kind():
     all_trained = kinds["trained"]
     trained = {n: m for n, m in all_trained.items() if "few_shot" in m["runs"][0]}
     on_letters = {n: m for n, m in trained.items() if "letters" in m["runs"][0]}
-    contrastive = {n: m for n, m in all_trained.items() if n not in trained}
+    on_icons = {n: m for n, m in all_trained.items() if n.endswith("_icons")}
+    known = trained | on_icons
+    contrastive = {n: m for n, m in all_trained.items() if n not in known}
     return (
         kinds["convertible"],
         kinds["architecture"],
         trained,
         on_letters,
         contrastive,
+        on_icons,
     )
 
 
@@ -81,34 +86,62 @@ def released_table(convertible):
     return "\n".join(rows) + "\n"
 
 
-def trained_here_table(trained, contrastive):
-    """Presets that come with the package, with one measured figure each."""
-    rows = [
-        "| preset | images | parameters | mean ± standard deviation |",
-        "|---|---|---|---|",
-    ]
-    measured = {
-        name: f"digits, 10 shots: {spread(m['runs'][0]['few_shot']['model']['10'])}"
-        for name, m in trained.items()
-        if not _is_older(m)
-    }
-    for name, metadata in contrastive.items():
-        seen, new = (
-            spread([run[f"zero_shot_{kind}_of_64"] for run in metadata["runs"]])
-            for kind in ("seen", "new")
-        )
-        measured[name] = f"zero-shot, 64 names: seen {seen}, new combinations {new}"
-    for name, text in measured.items():
-        about = (trained | contrastive)[name]
-        cells = [f"[`{name}`](presets/{name})", about["images"], _parameters(about)]
-        rows.append(f"| {' | '.join([*cells, text])} |")
+def trained_here_table(on_icons):
+    """Presets of icons that come with the package, with one measured figure each."""
+    rows = ["| preset | images | parameters | measured |", "|---|---|---|---|"]
+    for name, metadata in on_icons.items():
+        run = metadata["runs"][0]
+        if "found_by_word" in run:
+            text = f"finds an icon by a word: {_percent(_found(run, '1'))} of words"
+        else:
+            text = f"unseen styles, 1,229 concepts: {_percent(run['new_styles'])}"
+        about = [f"[`{name}`](presets/{name})", metadata["images"]]
+        rows.append(f"| {' | '.join([*about, _parameters(metadata), text])} |")
     return "\n".join(rows) + "\n"
 
 
-def _is_older(metadata):
-    """Whether it is of trainings that the others are not compared with."""
-    run = metadata["runs"][0]
-    return "upstream_accuracy" in run and "upstream_accuracy_by_layout" not in run
+def icons_table(on_icons):
+    """What the presets of icons are worth on styles and concepts never seen."""
+    rows = [
+        "| preset | parameters | unseen styles | unseen concepts, 1 icon | 5 icons |",
+        "|---" * 5 + "|",
+    ]
+    for name, metadata in on_icons.items():
+        run = metadata["runs"][0]
+        if "new_styles" in run:
+            few_shot = map(spread, run["new_concepts"]["model"].values())
+            pixels = map(spread, run["new_concepts"]["raw pixels"].values())
+            cells = [f"[`{name}`](#{name})", _parameters(metadata)]
+            cells += [_percent(run["new_styles"]), *few_shot]
+            rows.append(f"| {' | '.join(cells)} |")
+    rows.append(f"| {' | '.join(['raw pixels', '', '', *pixels])} |")
+    return "\n".join(rows) + "\n"
+
+
+def names_table(on_icons):
+    """How often a word finds one of its icons among 1,000 in styles never seen."""
+    rows = [
+        "| preset | parameters | in the first place | in the first ten |",
+        "|---" * 4 + "|",
+    ]
+    chance = {}
+    for name, metadata in on_icons.items():
+        run = metadata["runs"][0]
+        if "found_by_word" in run:
+            chance = run["found_by_word"]["chance"]
+            cells = [f"[`{name}`](#{name})", _parameters(metadata)]
+            cells += [_percent(_found(run, places)) for places in chance]
+            rows.append(f"| {' | '.join(cells)} |")
+    rows.append(f"| {' | '.join(['chance', '', *map(_percent, chance.values())])} |")
+    return "\n".join(rows) + "\n"
+
+
+def _found(run, places):
+    return run["found_by_word"]["found"][places]
+
+
+def _percent(share):
+    return f"{100 * share:.1f} %"
 
 
 def _parameters(metadata):
@@ -278,7 +311,8 @@ def gallery():
 def drawn(name):
     """Whether the gallery has a picture of how a preset routes."""
     is_mixture = "dense" not in name and not name.startswith("vit_")
-    return is_mixture and (name.startswith("soft") or not name.endswith("glyphs"))
+    is_sparse_on_glyphs = name.endswith("glyphs") and not name.startswith("soft")
+    return is_mixture and not is_sparse_on_glyphs
 
 
 def _card(name):

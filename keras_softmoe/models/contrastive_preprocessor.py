@@ -31,7 +31,7 @@ class LIMoETokenizer(keras_hub.tokenizers.SentencePieceTokenizer):
         **kwargs: as in `keras_hub.tokenizers.SentencePieceTokenizer`.
 
     Examples:
-        >>> captions = ksm.datasets.sample("shapes").captions
+        >>> captions = ksm.datasets.sample("icons").captions
         >>> proto = ksm.datasets.train_vocabulary(captions, vocabulary_size=100)
         >>> tokenizer = ksm.models.LIMoETokenizer(proto)
         >>> tokenizer(["a red circle"])

@@ -56,7 +56,7 @@ def test_names_of_some_presets():
     every = presets.names()
     assert presets.names("soft_moe", weights=True) == [
         "soft_moe_micro_patch4_25e_20_letters",
-        "soft_moe_tiny_patch4_16e_32_glyphs",
+        "soft_moe_tiny_patch8_16e_32_icons",
     ]
     of_kind = lookup.names_of_kind
     assert presets.names(weights=True) == sorted(

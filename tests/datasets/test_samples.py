@@ -46,7 +46,7 @@ def test_shapes_and_types(name, number, size, classes):
 
 
 def test_combinations_that_are_new():
-    known, new = sample("shapes"), sample("new_shapes")
+    known, new = sample("icons"), sample("new_icons")
     assert set(known.labels).isdisjoint(new.labels)
     assert len(set(new.labels)) == 16
 
