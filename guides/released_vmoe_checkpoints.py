@@ -83,9 +83,7 @@ index and two data files; the banks of experts are cut by expert, as they are wh
 expert was trained on a device of its own.
 """
 
-original = ksm.models.ViTMoEImageClassifier.from_preset(
-    "vmoe_tiny_patch8_8e_32_icons"
-)
+original = ksm.models.ViTMoEImageClassifier.from_preset("vmoe_tiny_patch8_8e_32_icons")
 params = ksm.converters.to_vmoe_params(original)
 cuts = {
     name: (range(1, len(array)),) + ((),) * (array.ndim - 1)

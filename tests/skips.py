@@ -59,7 +59,6 @@ _ON_PYTORCH = {
     "distribution": "plan*",
     "evaluation": "limoe_cost model_cost sweep*",
     "experiments": "*",
-    "experiments/synthetic": "*",
     # Decisions against the twins are in `routers/`, on all.
     "guards": "golden",
     "layers": "one_graph quick_calls wrappers",
@@ -327,7 +326,6 @@ LONG = {
     "converters/test_to_dense.py": _cases(
         "test_models_of_keras_hub", "DINOv2, SwiGLU", "CLIP"
     ),
-    "datasets/test_samples.py": ("test_it_is_what_the_generator_draws[glyphs]",),
     "distribution/test_parallel.py": "test_a_model_may_be_built_by_its_first_batch "
     "test_dense_kernels_are_sharded_on_request "
     "test_every_router_and_every_layer_costs_four_all_to_alls "
@@ -357,10 +355,9 @@ LONG = {
         *("docs/concepts/recipes.md", "docs/cookbook.md", "docs/faq.md"),
         *("docs/start.md", "docs/pytorch.md"),
     ),
-    "experiments/test_glyphs.py": ("*",),
     "experiments/test_letters.py": ("test_program", "test_results"),
     "experiments/test_runs.py": ("test_an_interrupted_run_ends_with_the_same_results",),
-    "experiments/test_presets.py": ("test_a_glyph_preset_is_trained",),
+    "experiments/test_presets.py": ("test_a_preset_is_trained",),
     "exporting/test_export.py": "test_classes_and_options_of_this_program_only "
     "test_encoders_of_limoe test_experts_of_any_layer "
     "test_fixed_batch_for_groups_of_the_whole_batch test_functional_model_of_a_user "

@@ -198,9 +198,10 @@ def _weights():
 def _dropped():
     """Dropped tokens of a trained V-MoE against capacity, for groups of some sizes."""
     model = ksm.models.ViTMoEBackbone.from_preset("vmoe_tiny_patch8_8e_32_icons")
-    images, _ = ksm.datasets.digits(split="test")
-    pixels = images[:NUM_IMAGES] / 127.5 - 1.0
-    factors = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
+    images, *_ = ksm.datasets.sample("icons", NUM_IMAGES)
+    pixels = images / 127.5 - 1.0
+    # Below a half, experts have less than one slot in groups of one image.
+    factors = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
     figure, ax = plt.subplots(figsize=(6, 3.4), layout="constrained")
     for group, color in zip((1, 8, NUM_IMAGES), COLORS, strict=False):
         model.set_routing(group_images=group)
@@ -220,7 +221,7 @@ def _dropped():
         xlabel="capacity factor C",
         ylabel="dropped tokens, %",
         ylim=(0, None),
-        title="V-MoE of 16 experts on 64 digits, mean over its blocks",
+        title="V-MoE of 8 experts on 64 icons, mean over its blocks",
     )
     ax.title.set_fontsize(10)
     ax.legend(frameon=False)
@@ -249,22 +250,16 @@ def _schedules():
 
 def _preset(name):
     """How a preset routes."""
+    sample = ksm.datasets.sample("letters" if name.endswith("letters") else "icons")
     if name.startswith("limoe"):
         model = ksm.models.LIMoEContrastive.from_preset(name)
-        scenes = ksm.datasets.sample("icons")
         routing = ksm.analysis.analyze(
-            model, scenes.images, captions=scenes.captions, verbose=0
+            model, sample.images, captions=sample.captions, verbose=0
         )
         return routing.plot("modality_load")
     model = ksm.models.ViTMoEImageClassifier.from_preset(name)
-    if name.endswith("letters"):
-        images, *_ = ksm.datasets.sample("letters")
-        routing = ksm.analysis.analyze(model, images, num_pictures=5, verbose=0)
-        return routing.plot("slots" if name.startswith("soft") else "patches")
-    images, labels = ksm.datasets.digits(split="test")
-    chosen = images[[list(labels).index(label) for label in (0, 2, 3, 5, 8)]]
-    routing = ksm.analysis.analyze(model, chosen, num_pictures=5, verbose=0)
-    return routing.plot("slots" if name.startswith("soft") else "experts")
+    routing = ksm.analysis.analyze(model, sample.images, num_pictures=5, verbose=0)
+    return routing.plot("slots" if name.startswith("soft") else "patches")
 
 
 def _save(figure, path):

@@ -27,52 +27,35 @@ image and caption; `ksm.evaluation.cost(name)` counts them, also at another
 
 def tables():
     """Dict from the titles of tables to their text: those of the README."""
-    convertible, _, _, _, _, on_icons = _by_kind()
     return {
-        "released weights": released_table(convertible),
-        "weights trained here": trained_here_table(on_icons),
+        "released weights": released_table(_of("convertible")),
+        "weights trained here": trained_here_table(_of("trained", "_icons")),
     }
 
 
 def on_the_site():
     """Dict from the titles of tables to their text: those of the site alone."""
-    convertible, architectures, trained, on_letters, contrastive, on_icons = _by_kind()
-    on_glyphs = {n: m for n, m in trained.items() if n not in on_letters}
+    on_icons = _of("trained", "_icons")
     return {
         "presets of icons": icons_table(on_icons),
         "presets of icons and names": names_table(on_icons),
-        "trained presets": trained_table(on_glyphs),
-        "presets of letters": letters_table(on_letters),
-        "contrastive presets": contrastive_table(contrastive),
-        "convertible presets": convertible_table(convertible),
-        "architectures": architecture_table(architectures),
+        "presets of letters": letters_table(_of("trained", "_letters")),
+        "convertible presets": convertible_table(_of("convertible")),
+        "architectures": architecture_table(_of("architecture")),
         "gallery": gallery(),
     }
 
 
-def _by_kind():
-    """Dicts from names to metadata, with the runs of presets that are trained here."""
-    kinds = {"convertible": {}, "architecture": {}, "trained": {}}
-    for name in catalogue.names():
-        height, width = catalogue.describe(name).image_size
-        metadata = catalogue.read_metadata(name)
-        metadata["images"] = f"{height} × {width}"
-        metadata["runs"] = read_runs(name)
-        kinds[metadata["kind"]][name] = metadata
-    all_trained = kinds["trained"]
-    trained = {n: m for n, m in all_trained.items() if "few_shot" in m["runs"][0]}
-    on_letters = {n: m for n, m in trained.items() if "letters" in m["runs"][0]}
-    on_icons = {n: m for n, m in all_trained.items() if n.endswith("_icons")}
-    known = trained | on_icons
-    contrastive = {n: m for n, m in all_trained.items() if n not in known}
-    return (
-        kinds["convertible"],
-        kinds["architecture"],
-        trained,
-        on_letters,
-        contrastive,
-        on_icons,
-    )
+def _of(kind, ending=""):
+    """Dict from names to metadata, with the runs of presets that are trained here."""
+    found = {}
+    for name in catalogue.names_of_kind(kind):
+        if name.endswith(ending):
+            height, width = catalogue.describe(name).image_size
+            images = f"{height} × {width}"
+            metadata = catalogue.read_metadata(name)
+            found[name] = {**metadata, "images": images, "runs": read_runs(name)}
+    return found
 
 
 def released_table(convertible):
@@ -149,35 +132,6 @@ def _parameters(metadata):
     return f"{count:,.0f} M" if count >= 5 else f"{count:.2f} M"
 
 
-def trained_table(found):
-    """What the weights of each preset are worth: those of its first training."""
-    rows = [
-        "| preset | images | parameters | trained on | glyphs that fill the image "
-        "| anywhere | 1 shot | 5 shots | 10 shots | fine-tuned |",
-        "|---" * 10 + "|",
-    ]
-    pixels = {}
-    for name, metadata in found.items():
-        run = metadata["runs"][0]
-        pixels = run["few_shot"]["raw pixels"]
-        by_layout = run.get("upstream_accuracy_by_layout", {})
-        anywhere = by_layout.get("anywhere")
-        cells = [
-            f"[`{name}`](#{name})",
-            metadata["images"],
-            f"{metadata['parameter_count'] / 1e6:.2f} M",
-            f"{metadata['training']['images']:,}",
-            f"{by_layout.get('center', run['upstream_accuracy']):.3f}",
-            "not asked" if anywhere is None else f"{anywhere:.3f}",
-            *map(spread, run["few_shot"]["model"].values()),
-            spread(run["fine_tuned"]),
-        ]
-        rows.append(f"| {' | '.join(cells)} |")
-    cells = ["raw pixels", "", "", "", "", "", *map(spread, pixels.values()), ""]
-    rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows) + "\n"
-
-
 def letters_table(found):
     """What the presets of letters are worth, on letters and on digits."""
     columns = (
@@ -213,29 +167,6 @@ def letters_table(found):
             *(f"{letters['few_shot'][shots]:.3f}" for shots in ("1", "5")),
             *(spread(digits[shots]) for shots in ("1", "5")),
             spread(run["fine_tuned"]),
-        ]
-        rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows) + "\n"
-
-
-def contrastive_table(found):
-    columns = {
-        "new, of 64": "zero_shot_new_of_64",
-        "new, of 16": "zero_shot_new_of_16",
-        "seen, of 64": "zero_shot_seen_of_64",
-        "image → caption": "image_to_text_recall_at_1",
-        "caption → image": "text_to_image_recall_at_1",
-    }
-    rows = [
-        f"| preset | images | parameters | {' | '.join(columns)} |",
-        "|---" * (3 + len(columns)) + "|",
-    ]
-    for name, metadata in found.items():
-        cells = [
-            f"[`{name}`](#{name})",
-            metadata["images"],
-            f"{metadata['parameter_count'] / 1e6:.2f} M",
-            *(spread([run[c] for run in metadata["runs"]]) for c in columns.values()),
         ]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
@@ -310,9 +241,7 @@ def gallery():
 
 def drawn(name):
     """Whether the gallery has a picture of how a preset routes."""
-    is_mixture = "dense" not in name and not name.startswith("vit_")
-    is_sparse_on_glyphs = name.endswith("glyphs") and not name.startswith("soft")
-    return is_mixture and not is_sparse_on_glyphs
+    return "dense" not in name and not name.startswith("vit_")
 
 
 def _card(name):
