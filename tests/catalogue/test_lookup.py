@@ -114,7 +114,7 @@ def test_accuracy(catalogue):
 def test_real_catalogue():
     kinds = ("trained", "convertible", "architecture")
     names = [lookup.names_of_kind(kind) for kind in kinds]
-    assert [len(of_kind) for of_kind in names] == [11, 11, 124]
+    assert [len(of_kind) for of_kind in names] == [9, 11, 124]
     for name in presets.names():
         preset = presets.describe(name)
         assert all(0 < accuracy <= 1 for accuracy in preset.accuracy.values())
