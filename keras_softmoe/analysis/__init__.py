@@ -9,10 +9,9 @@ Names that the examples of this module use:
     >>> from_preset = ksm.models.ViTMoEImageClassifier.from_preset
     >>> soft = from_preset("soft_moe_tiny_patch8_16e_32_icons")
     >>> sparse = from_preset("vmoe_tiny_patch8_8e_32_icons")
-    >>> images, labels, *_ = ksm.datasets.sample("icons", 8)
+    >>> images, labels, _, captions = ksm.datasets.sample("icons", 8)
     >>> name = "limoe_tiny_patch8_8e_32_icons"
     >>> limoe = ksm.models.LIMoEContrastive.from_preset(name)
-    >>> scenes, _, _, captions = ksm.datasets.sample("icons", 8)
 """
 
 from keras_softmoe.analysis.blocks import BlockStatistics as BlockStatistics

@@ -3,8 +3,7 @@
 The examples of this module start with:
 
     >>> name = "soft_moe_tiny_patch8_16e_32_icons"
-    >>> images, labels, *_ = ksm.datasets.sample("icons", 8)
-    >>> scenes, _, _, captions = ksm.datasets.sample("icons", 8)
+    >>> images, labels, _, captions = ksm.datasets.sample("icons", 8)
     >>> limoe = ksm.models.LIMoEContrastive.from_preset("limoe_tiny_patch8_8e_32_icons")
 """
 

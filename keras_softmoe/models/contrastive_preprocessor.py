@@ -162,7 +162,7 @@ class LIMoEPreprocessor(ContrastivePreprocessor):
         >>> converter = ksm.models.ViTMoEImageConverter((32, 32))
         >>> tokenizer = limoe.preprocessor.tokenizer
         >>> preprocessor = ksm.models.LIMoEPreprocessor(tokenizer, converter)
-        >>> x = preprocessor(scenes[:2], ["a red circle", "two blue stars"])
+        >>> x = preprocessor(images[:2], ["coffee cup", "hammer"])
         >>> x["token_ids"].shape
         (2, 16)
     """
@@ -180,7 +180,7 @@ class TwoTowerPreprocessor(ContrastivePreprocessor):
         >>> preprocessor = ksm.models.TwoTowerPreprocessor(
         ...     limoe.preprocessor.tokenizer, ksm.models.ViTMoEImageConverter((32, 32))
         ... )
-        >>> x = preprocessor(scenes[:2], ["a red circle", "two blue stars"])
+        >>> x = preprocessor(images[:2], ["coffee cup", "hammer"])
         >>> x["token_ids"].shape
         (2, 16)
     """
