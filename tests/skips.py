@@ -374,10 +374,10 @@ LONG = {
     "test_pages.py": "test_no_link_of_the_site_is_dead "
     "test_the_site_loads_nothing_from_another_host "
     "test_the_site_shows_every_recorded_figure test_what_is_generated_is_of_today",
-    "test_trained.py": "test_retrieval_is_that_of_the_card "
-    "test_zero_shot_is_that_of_the_card test_few_shot_accuracy_is_that_of_the_card "
-    "test_int8_keeps_the_accuracy_on_digits "
-    "test_presets_know_letters test_soft_features_beat_raw_pixels",
+    "test_trained.py": "test_a_word_finds_its_icons_as_the_card_says "
+    "test_few_shot_accuracy_is_that_of_the_card "
+    "test_few_shot_accuracy_on_digits_is_that_of_the_card "
+    "test_int8_keeps_the_accuracy test_presets_know_icons test_presets_know_letters",
     "test_torture.py": "test_a_killed_training_ends_like_another test_memory_stays "
     "test_short_form",
     "training/test_contrastive_recipes.py": ("test_recipe",),

@@ -103,11 +103,6 @@ def accuracy(classifier, images, labels):
     return float(np.mean(logits.argmax(-1) == labels))
 
 
-@pytest.fixture(scope="module")
-def model():
-    return ksm.models.LIMoEContrastive.from_preset(LIMOE)
-
-
 def test_twins_cost_the_same():
     limoe, dense = (ksm.evaluation.cost(name) for name in (LIMOE, DENSE))
     assert limoe.gflop_per_image == pytest.approx(dense.gflop_per_image, rel=0.1)
@@ -146,8 +141,9 @@ def test_no_leakage_between_modalities():
         assert_near(together[name], alone, atol=1e-6)
 
 
-def test_pruning_to_four_text_experts(model):
-    captions = sample("icons").captions
+def test_pruning_to_four_text_experts():
+    model = ksm.models.LIMoEContrastive.from_preset(LIMOE)
+    captions = sample("icons").captions[:200]
     routing = ksm.analysis.analyze(model, captions=captions, verbose=0)
     usage = {block: s.routed["text"] for block, s in routing.modalities.items()}
     whole = model.encode_text(captions[:100])

@@ -14,6 +14,7 @@ import numpy as np
 from matplotlib.patches import Rectangle
 
 import keras_softmoe as ksm
+from experiments.icons import answers as icons, study
 from experiments.letters import answers
 from experiments.lib.runs import read_json
 from experiments.pages import letters
@@ -39,6 +40,8 @@ def draw(docs):
     _save(_dropped(), concepts / "dropped.png")
     _save(_schedules(), concepts / "schedules.png")
     _save(answers.plot_answers(read_json(letters.RESULTS)), gallery / "letters.png")
+    of_icons = read_json(study.results_file("small"), ["models"])["models"]
+    _save(icons.curves(of_icons), gallery / "icons.png")
     for name in ksm.presets.names():
         if ksm.presets.describe(name).kind == "trained" and drawn(name):
             _save(_preset(name), gallery / f"routing_{name}.png")

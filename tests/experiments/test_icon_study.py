@@ -58,7 +58,7 @@ def test_program(tmp_path, capsys):
     capsys.readouterr()
     study.main([*common, "--answers"])
     assert "| **(a)** |" in capsys.readouterr().out
-    assert (tmp_path / "output" / "curves.png").stat().st_size > 5000
+    assert (tmp_path / "work" / "curves.png").stat().st_size > 5000
 
 
 def test_answers():
