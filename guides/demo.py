@@ -19,7 +19,7 @@ import keras
 
 import keras_softmoe as ksm
 
-PRESET = "soft_moe_tiny_patch4_16e_32_glyphs"
+PRESET = "soft_moe_tiny_patch8_16e_32_icons"
 # What the tests set: the same steps on few images.
 SHORT = os.environ.get("KSM_GUIDE_SHORT") == "1"
 DRAWS = 2 if SHORT else 10

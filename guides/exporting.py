@@ -2,7 +2,7 @@
 Title: Exporting a mixture of experts
 Author: keras_softmoe authors
 Date created: 2026/11/22
-Last modified: 2026/11/22
+Last modified: 2026/11/27
 Description: One preset as SavedModel, ONNX, LiteRT, OpenVINO and PyTorch file.
 Accelerator: None
 """
@@ -50,12 +50,16 @@ FOLDER = Path(tempfile.mkdtemp())
 ## A model and what it predicts
 
 Tokens choose experts here, those that are surest of theirs first, and experts that are
-full drop the others: the kind of decision that exporters find hardest.
+full drop the others: the kind of decision that exporters find hardest. (The preset
+predicts without a limit, which a file could only keep by computing all tokens in each
+expert. Two slots for each of 8 experts are as many as an image has tokens. In groups of
+one image a prediction does not depend on the other images of a batch.)
 """
 
-name = "vmoe_tiny_patch4_16e_32_glyphs"
+name = "vmoe_tiny_patch8_8e_32_icons"
 classifier = ksm.models.ViTMoEImageClassifier.from_preset(name)
-images, *_ = ksm.datasets.sample("glyphs", 64)
+classifier.set_routing(capacity_factor=1.0, group_images=1)
+images, *_ = ksm.datasets.sample("icons", 64)
 images = images.astype("float32")
 expected = classifier.predict(images, verbose=0)
 

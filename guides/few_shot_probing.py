@@ -39,10 +39,10 @@ import numpy as np
 import keras_softmoe as ksm
 
 PRESETS = {
-    "dense": "vit_tiny_patch4_32_glyphs",
-    "soft": "soft_moe_tiny_patch4_16e_32_glyphs",
-    "token choice": "vmoe_tiny_patch4_16e_32_glyphs",
-    "expert choice": "expert_choice_tiny_patch4_16e_32_glyphs",
+    "dense": "vit_tiny_patch8_32_icons",
+    "soft": "soft_moe_tiny_patch8_16e_32_icons",
+    "token choice": "vmoe_tiny_patch8_8e_32_icons",
+    "expert choice": "expert_choice_micro_patch4_25e_20_letters",
 }
 SHOTS = (1, 5, 10)
 DRAWS = 10

@@ -131,7 +131,7 @@ train = tf.data.Dataset.from_tensor_slices(
 )
 train = train.shuffle(len(x_train)).batch(BATCH_SIZE)
 
-preset = "soft_moe_tiny_patch4_16e_32_glyphs"
+preset = "soft_moe_tiny_patch8_16e_32_icons"
 classifier = ksm.models.ViTMoEImageClassifier.from_preset(
     preset, num_classes=num_classes
 )

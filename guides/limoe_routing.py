@@ -33,7 +33,7 @@ import numpy as np
 
 import keras_softmoe as ksm
 
-PRESET = "limoe_tiny_patch4_8e_32_shapes"
+PRESET = "limoe_tiny_patch8_8e_32_icons"
 NUM_PAIRS, KEPT, EVERY = 256, (8, 6, 4, 2), 2
 
 # The tests run this guide with fewer pairs.
@@ -45,7 +45,7 @@ FIGURES = Path("build")
 FIGURES.mkdir(exist_ok=True)
 
 model = ksm.models.LIMoEContrastive.from_preset(PRESET)
-scenes = ksm.datasets.sample("shapes", NUM_PAIRS)
+scenes = ksm.datasets.sample("icons", NUM_PAIRS)
 
 """
 ## Load
@@ -157,7 +157,7 @@ distributed among those, so that their outputs count for more than in training. 
 are encoded by the whole model, text by the pruned one.
 """
 
-new = ksm.datasets.sample("new_shapes", NUM_PAIRS)
+new = ksm.datasets.sample("new_icons", NUM_PAIRS)
 names = new.class_names
 templates = ("a {}", "a picture of a {}", "there is a {}")
 images = model.encode_image(new.images)

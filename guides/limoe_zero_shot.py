@@ -33,7 +33,7 @@ import numpy as np
 
 import keras_softmoe as ksm
 
-PRESET = "limoe_tiny_patch4_8e_32_shapes"
+PRESET = "limoe_tiny_patch8_8e_32_icons"
 NUM_SCENES, EPOCHS = 256, 8
 
 # The tests run this guide with fewer scenes.
@@ -55,8 +55,8 @@ orange things, but "orange circle" is held out: it has never met one, nor the wo
 together. The sample `"new_shapes"` has nothing but such combinations.
 """
 
-scenes = ksm.datasets.sample("shapes", NUM_SCENES)
-new = ksm.datasets.sample("new_shapes", NUM_SCENES)
+scenes = ksm.datasets.sample("icons", NUM_SCENES)
+new = ksm.datasets.sample("new_icons", NUM_SCENES)
 for caption in scenes.captions[:5]:
     print(caption)
 held_out = np.unique(new.labels)

@@ -2,7 +2,7 @@
 Title: Placing experts on many devices
 Author: keras_softmoe authors
 Date created: 2026/11/20
-Last modified: 2026/11/20
+Last modified: 2026/11/27
 Description: Models whose experts outgrow one device: plan, place, audit, train, save.
 Accelerator: None
 """
@@ -273,12 +273,12 @@ keras.utils.set_random_seed(0)
 keras.distribution.set_distribution(ksm.distribution.expert_parallel())
 
 classifier = ksm.models.ViTMoEImageClassifier.from_preset(
-    "soft_moe_tiny_patch4_16e_32_glyphs", num_classes=10
+    "soft_moe_tiny_patch8_16e_32_icons", num_classes=129
 )
 classifier.compile(optimizer=keras.optimizers.Adam(1e-3))
-x, y = ksm.datasets.digits(image_size=32, split="train")
+x, y, *_ = ksm.datasets.sample("new_icons")
 classifier.fit(x, y, batch_size=32)
-classifier.save_to_preset("digits")
+classifier.save_to_preset("new_icons")
 ```
 
 Without `torchrun` pass the address of the first process, how many there are and which

@@ -2,7 +2,7 @@
 Title: Real weights
 Author: keras_softmoe authors
 Date created: 2026/11/22
-Last modified: 2026/11/25
+Last modified: 2026/11/27
 Description: Turn a released dense ViT into a V-MoE and a Soft MoE, and fine-tune.
 Accelerator: None
 """
@@ -56,16 +56,20 @@ keras.utils.set_random_seed(0)
 
 # The tests run this guide with fewer images.
 SHORT = os.environ.get("KSM_GUIDE_SHORT") == "1"
-NUM_GLYPHS, NUM_DIGITS, EPOCHS = (64, 32, 1) if SHORT else (512, 901, 5)
+NUM_TRAIN, NUM_TUNE, EPOCHS = (64, 32, 1) if SHORT else (2300, 640, 5)
 
 """
 ## A dense model
 
-It learns letters and signs. KerasHub's classifier takes images as they are, so we give
-it what all models here take: numbers from -1 to 1.
+It learns a hundred concepts of icons. KerasHub's classifier takes images as they are,
+so we give it what all models here take: numbers from -1 to 1.
 """
 
-glyphs, classes, *_ = ksm.datasets.sample("glyphs", NUM_GLYPHS)
+OLD = 100
+icons, concepts, names, _ = ksm.datasets.sample("new_icons")
+order = np.random.default_rng(0).permutation(len(icons))
+icons, concepts = icons[order], concepts[order]
+x_old, y_old = (part[concepts < OLD][:NUM_TRAIN] for part in (icons, concepts))
 backbone = keras_hub.models.ViTBackbone(
     image_shape=(32, 32, 3),
     patch_size=8,
@@ -74,13 +78,13 @@ backbone = keras_hub.models.ViTBackbone(
     hidden_dim=64,
     mlp_dim=128,
 )
-vit = keras_hub.models.ViTImageClassifier(backbone, num_classes=int(classes.max()) + 1)
+vit = keras_hub.models.ViTImageClassifier(backbone, num_classes=OLD)
 vit.compile(
     optimizer=keras.optimizers.AdamW(1e-3),
     loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     metrics=["accuracy"],
 )
-vit.fit(glyphs / 127.5 - 1.0, classes, batch_size=64, epochs=EPOCHS, verbose=2)
+vit.fit(x_old / 127.5 - 1.0, y_old, batch_size=64, epochs=EPOCHS, verbose=2)
 
 """
 ## The same model, as one of ours
@@ -95,7 +99,7 @@ computes the same, which is the first thing to look at with weights of one's own
 dense = ksm.converters.dense_model(vit, head=False)
 print(f"activation: {dense.activation}, epsilon: {dense.layer_norm_epsilon}")
 
-images = glyphs[:8] / 127.5 - 1.0
+images = x_old[:8] / 127.5 - 1.0
 theirs = keras.ops.convert_to_numpy(backbone(images))
 ours = keras.ops.convert_to_numpy(dense(images)["sequence_output"])
 print(f"KerasHub and ours: features differ by up to {np.abs(ours - theirs).max():.1e}")
@@ -128,9 +132,9 @@ routers = {
     "V-MoE": ksm.routers.SoftmaxTokenChoiceRouter(
         8, num_selected_experts=2, capacity_factor=4.0, normalize_gates=True
     ),
-    "Soft MoE": ksm.routers.SoftRouter(8, slots_per_expert=8),
+    "Soft MoE": ksm.routers.SoftRouter(8, slots_per_expert=2),
 }
-starts = {"Soft MoE": {"start": "clusters", "images": glyphs[:128] / 127.5 - 1.0}}
+starts = {"Soft MoE": {"start": "clusters", "images": x_old[:128] / 127.5 - 1.0}}
 models = {"dense": dense}
 for name, router in routers.items():
     models[name] = ksm.converters.upcycle(dense, (2, 3), router, **starts.get(name, {}))
@@ -141,21 +145,29 @@ for name, router in routers.items():
 """
 ## Fine-tuning
 
-On handwritten digits, all in the same way. With weights from ImageNet take more blocks,
-your own images and an accelerator; nothing else changes.
+On the other 29 concepts, all in the same way; the icons of the test are of other sets,
+in other styles. With weights from ImageNet take more blocks, your own images and an
+accelerator; nothing else changes.
 """
 
-x_train, y_train = ksm.datasets.digits(image_size=32, split="train")
-x_test, y_test = ksm.datasets.digits(image_size=32, split="test")
-x_train, y_train = x_train[:NUM_DIGITS], y_train[:NUM_DIGITS]
+
+def of_new_concepts(images, labels):
+    """The images of the other concepts, whose labels begin at zero."""
+    return images[labels >= OLD], labels[labels >= OLD] - OLD
+
+
+x_train, y_train = of_new_concepts(icons, concepts)
+x_train, y_train = x_train[:NUM_TUNE], y_train[:NUM_TUNE]
+x_test, y_test = of_new_concepts(*ksm.datasets.sample("other_new_icons")[:2])
+num_classes = len(names) - OLD
 for name, model in models.items():
     keras.utils.set_random_seed(0)
     classifier = ksm.models.ViTMoEImageClassifier(
-        model, num_classes=10, preprocessor=preprocessor
+        model, num_classes=num_classes, preprocessor=preprocessor
     )
     classifier.compile(optimizer=keras.optimizers.AdamW(5e-4, weight_decay=0.01))
     classifier.fit(x_train, y_train, batch_size=32, epochs=EPOCHS, verbose=2)
-    accuracy = classifier.evaluate(x_test[:896], y_test[:896], verbose=0)[1]
+    accuracy = classifier.evaluate(x_test, y_test, verbose=0)[1]
     print(f"{name}: accuracy {accuracy:.3f}")
 
 """
@@ -168,7 +180,7 @@ name = "vit_small_patch16_224_augreg_imagenet21k"  # 115 MiB, fetched at first u
 sparse = ksm.converters.upcycle(name, moe_layers=(9, 11), router=routers["V-MoE"])
 classifier = ksm.models.ViTMoEImageClassifier(
     sparse.backbone,
-    num_classes=10,
+    num_classes=num_classes,
     preprocessor=ksm.converters.image_preprocessor(name, image_size=(224, 224)),
 )
 classifier.fit(x_train, y_train, epochs=5)

@@ -2,7 +2,7 @@
 Title: Released V-MoE checkpoints
 Author: keras_softmoe authors
 Date created: 2026/11/20
-Last modified: 2026/11/20
+Last modified: 2026/11/27
 Description: Load the released V-MoE weights in one line, or read and convert your own.
 Accelerator: None
 """
@@ -77,15 +77,13 @@ ksm.presets.convert(name, prefix="downloads/vmoe_b16_imagenet21k_randaug_strong"
 
 ## A checkpoint
 
-For a checkpoint to play with, take a small V-MoE that was trained on drawn letters. Its
+For a checkpoint to play with, take a small V-MoE that was trained on icons. Its
 parameters under the names of the released code are one call away. They go into one
 index and two data files; the banks of experts are cut by expert, as they are when every
 expert was trained on a device of its own.
 """
 
-original = ksm.models.ViTMoEImageClassifier.from_preset(
-    "vmoe_tiny_patch4_16e_32_glyphs"
-)
+original = ksm.models.ViTMoEImageClassifier.from_preset("vmoe_tiny_patch8_8e_32_icons")
 params = ksm.converters.to_vmoe_params(original)
 cuts = {
     name: (range(1, len(array)),) + ((),) * (array.ndim - 1)
@@ -141,20 +139,19 @@ the settings of the released models:
 - **bfloat16**: the released code rounds tokens on their way to the experts and back,
   and a model that was trained so computes a little differently without it.
 
-Our small model is another one in all of this. It has neither learned positions, which
-would give away the size of the images, nor a class token.
+Our small model is another one in all of this: each token chooses one expert, in groups
+of 32 images, and in predictions without a limit. It has no class token. Its learned
+positions are those of 4 x 4 patches, which tells the size of the images.
 """
 
 preset_dir = folder / "my_vmoe"
 ksm.converters.convert_vmoe_checkpoint(
     prefix,
     preset_dir,
-    image_shape=(32, 32, 3),
     pooling="gap",
-    position_embedding="sincos2d",
-    # Or one made by hand: `ksm.routers.SoftmaxTokenChoiceRouter(num_experts=16, ...)`
+    # Or one made by hand: `ksm.routers.SoftmaxTokenChoiceRouter(num_experts=8, ...)`
     router=original.backbone.router,
-    group_images=1,
+    group_images=32,
     dispatch_dtype=None,
 )
 print(sorted(path.name for path in preset_dir.iterdir()))
@@ -163,8 +160,9 @@ print(sorted(path.name for path in preset_dir.iterdir()))
 The result is a preset like any other, on every backend:
 """
 
-images, labels = ksm.datasets.digits(image_size=32, split="train")
-images, labels = images[:NUM_TRAIN], labels[:NUM_TRAIN]
+images, labels, concepts, _ = ksm.datasets.sample("new_icons")
+order = np.random.default_rng(0).permutation(len(images))[:NUM_TRAIN]
+images, labels = images[order], labels[order]
 converted = ksm.models.ViTMoEImageClassifier.from_preset(str(preset_dir))
 expected = original.predict(images[:8], verbose=0)
 logits = converted.predict(images[:8], verbose=0)
@@ -187,7 +185,7 @@ rounded = ksm.models.ViTMoEImageClassifier.from_preset(
     str(preset_dir), dispatch_dtype="bfloat16"
 ).predict(images[:8], verbose=0)
 for change, outputs in (
-    ("half the slots", halved),
+    ("slots for half of the tokens", halved),
     ("two experts per token", doubled),
     ("bfloat16 on the way", rounded),
 ):
@@ -199,15 +197,16 @@ for change, outputs in (
 On another task, with a new head, at another resolution if you like: positions that
 were learned are resampled. The released checkpoints were themselves fine-tuned at
 384 x 384 from 224 x 224 in this way. The recipe `"finetuning"` is that of the paper:
-SGD with momentum, a warmup and a cosine. Its crops and flips are not for digits.
+SGD with momentum, a warmup and a cosine. Its crops and flips are not for icons: an
+arrow to the left is another concept than one to the right.
 """
 
 classifier = ksm.models.ViTMoEImageClassifier.from_preset(
-    str(preset_dir), num_classes=10, image_shape=(40, 40, 3)
+    str(preset_dir), num_classes=len(concepts), image_shape=(40, 40, 3)
 )
 recipe = ksm.training.recipe(
     "finetuning",
-    num_classes=10,
+    num_classes=len(concepts),
     steps=EPOCHS * (NUM_TRAIN // 32),
     peak_learning_rate=0.01,
     image_size=40,

@@ -2,7 +2,7 @@
 Title: Switching backends
 Author: keras_softmoe authors
 Date created: 2026/11/20
-Last modified: 2026/11/20
+Last modified: 2026/11/27
 Description: One preset on JAX, TensorFlow and PyTorch, with the same predictions.
 Accelerator: None
 """
@@ -26,7 +26,7 @@ keeps its backend, so this guide, which compares them, starts one process for ea
 
 ## What the processes do
 
-Each loads the same preset by name and classifies the same real images. This is an
+Each loads the same preset by name and classifies the same icons. This is an
 ordinary script; nothing in it depends on the backend.
 """
 
@@ -37,7 +37,7 @@ import tempfile
 
 import numpy as np
 
-PRESET = "soft_moe_tiny_patch4_16e_32_glyphs"
+PRESET = "soft_moe_tiny_patch8_16e_32_icons"
 # The tests run this guide with fewer images.
 NUM_IMAGES = 8 if os.environ.get("KSM_GUIDE_SHORT") == "1" else 64
 
@@ -49,8 +49,8 @@ import keras_softmoe as ksm
 
 preset, num_images, path = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 classifier = ksm.models.ViTMoEImageClassifier.from_preset(preset)
-images, labels = ksm.datasets.digits()
-logits = classifier.predict(images[:num_images], verbose=0)
+icons = ksm.datasets.sample("icons", num_images)
+logits = classifier.predict(icons.images, verbose=0)
 print(keras.backend.backend(), type(classifier(np.zeros((1, 32, 32, 3)))))
 np.save(path, logits)
 """

@@ -43,7 +43,7 @@ import numpy as np
 
 import keras_softmoe as ksm
 
-PRESET = "vmoe_tiny_patch4_16e_k2_32_glyphs"
+PRESET = "vmoe_tiny_patch8_8e_32_icons"
 NUM_IMAGES, SEEDS = 512, 5
 CAPACITY_FACTORS = (1.05, 0.5, 0.25, 0.15, 0.1)
 
@@ -54,7 +54,7 @@ if SHORT:
     CAPACITY_FACTORS = (1.05, 0.15)
 
 classifier = ksm.models.ViTMoEImageClassifier.from_preset(PRESET)
-images, labels, *_ = ksm.datasets.sample("glyphs", NUM_IMAGES)
+images, labels, *_ = ksm.datasets.sample("icons", NUM_IMAGES)
 print(classifier.backbone.router.get_config())
 
 """

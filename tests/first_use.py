@@ -5,7 +5,7 @@ import numpy as np
 
 import keras_softmoe as ksm
 
-PRESET = "soft_moe_tiny_patch4_16e_32_glyphs"
+PRESET = "soft_moe_tiny_patch8_16e_32_icons"
 
 
 def main():
@@ -17,7 +17,7 @@ def main():
     classifier = ksm.models.ViTMoEImageClassifier.from_preset(PRESET)
     images = np.zeros((2, 32, 32, 3), "uint8")
     probabilities = classifier.predict(images, verbose=0)
-    assert probabilities.shape == (2, 179) and np.isfinite(probabilities).all()
+    assert probabilities.shape == (2, 1229) and np.isfinite(probabilities).all()
     classifier.compile("sgd")
     classifier.fit(images, np.array([0, 1]), verbose=0)
     print(f"keras_softmoe {ksm.__version__} runs on {keras.backend.backend()}")

@@ -59,7 +59,6 @@ _ON_PYTORCH = {
     "distribution": "plan*",
     "evaluation": "limoe_cost model_cost sweep*",
     "experiments": "*",
-    "experiments/synthetic": "*",
     # Decisions against the twins are in `routers/`, on all.
     "guards": "golden",
     "layers": "one_graph quick_calls wrappers",
@@ -327,7 +326,6 @@ LONG = {
     "converters/test_to_dense.py": _cases(
         "test_models_of_keras_hub", "DINOv2, SwiGLU", "CLIP"
     ),
-    "datasets/test_samples.py": ("test_it_is_what_the_generator_draws[glyphs]",),
     "distribution/test_parallel.py": "test_a_model_may_be_built_by_its_first_batch "
     "test_dense_kernels_are_sharded_on_request "
     "test_every_router_and_every_layer_costs_four_all_to_alls "
@@ -357,10 +355,9 @@ LONG = {
         *("docs/concepts/recipes.md", "docs/cookbook.md", "docs/faq.md"),
         *("docs/start.md", "docs/pytorch.md"),
     ),
-    "experiments/test_glyphs.py": ("*",),
     "experiments/test_letters.py": ("test_program", "test_results"),
     "experiments/test_runs.py": ("test_an_interrupted_run_ends_with_the_same_results",),
-    "experiments/test_presets.py": ("test_a_glyph_preset_is_trained",),
+    "experiments/test_presets.py": ("test_a_preset_is_trained",),
     "exporting/test_export.py": "test_classes_and_options_of_this_program_only "
     "test_encoders_of_limoe test_experts_of_any_layer "
     "test_fixed_batch_for_groups_of_the_whole_batch test_functional_model_of_a_user "
@@ -377,10 +374,10 @@ LONG = {
     "test_pages.py": "test_no_link_of_the_site_is_dead "
     "test_the_site_loads_nothing_from_another_host "
     "test_the_site_shows_every_recorded_figure test_what_is_generated_is_of_today",
-    "test_trained.py": "test_retrieval_is_that_of_the_card "
-    "test_zero_shot_is_that_of_the_card test_few_shot_accuracy_is_that_of_the_card "
-    "test_int8_keeps_the_accuracy_on_digits "
-    "test_presets_know_letters test_soft_features_beat_raw_pixels",
+    "test_trained.py": "test_a_word_finds_its_icons_as_the_card_says "
+    "test_few_shot_accuracy_is_that_of_the_card "
+    "test_few_shot_accuracy_on_digits_is_that_of_the_card "
+    "test_int8_keeps_the_accuracy test_presets_know_icons test_presets_know_letters",
     "test_torture.py": "test_a_killed_training_ends_like_another test_memory_stays "
     "test_short_form",
     "training/test_contrastive_recipes.py": ("test_recipe",),

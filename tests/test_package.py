@@ -68,7 +68,7 @@ def test_unknown_name():
 
 
 PRESET_FILES = {"README.md", "assets/vocabulary.txt", "config.json", "model.weights.h5"}
-TRAINED = "vit_tiny_patch4_32_glyphs"
+TRAINED = "vit_tiny_patch8_32_icons"
 EXPECTED_FILES = {
     *(f"small/{name}" for name in PRESET_FILES),
     *(f"{TRAINED}/{path.name}" for path in (ROOT / "presets" / TRAINED).iterdir()),
@@ -147,5 +147,5 @@ print(classifier.num_classes, ksm.presets.describe({TRAINED!r}).path)
         "ViTMoEBackbone",
         # 135 rows and the two directories that this wheel was made with
         "vmoe_small_patch32_last2_32e_224 32 137",
-        f"179 {path}",
+        f"1229 {path}",
     ]

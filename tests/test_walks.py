@@ -12,7 +12,7 @@ from keras_softmoe import converters, layers, models, routers
 from tests.support import families
 from tests.support.walk import walk
 
-PRESET = "soft_moe_tiny_patch4_16e_32_glyphs"
+PRESET = "soft_moe_tiny_patch8_16e_32_icons"
 
 
 def tokens():

@@ -310,7 +310,7 @@ def targets():
         ),
         "from_preset": Target(
             functools.partial(models.ViTMoEBackbone.from_preset, load_weights=False),
-            {"preset": "vit_tiny_patch4_32_glyphs"},
+            {"preset": "vit_tiny_patch8_32_icons"},
             {"preset": "preset", **_sizes(BACKBONE)},
         ),
     }

@@ -21,12 +21,13 @@ ROOT = Path(__file__).resolve().parents[2]
 WORK = Path("build", "icons")
 PAGE = ROOT / "docs" / "results" / "icons.md"
 _TITLE = "# Icons: sets and attributions"
+_LEARNED = "that presets `*_icons` learned from"
 _TEXT = """
-Drawings and names of the icons that presets `*_icons` learned from are of {sets} sets
-of the collection Iconify: {icons} icons of {concepts} concepts. Only sets under an open
-licence are taken ({licences}). Icons were drawn in one colour at 32 x 32 pixels, their
-names split into words. Logos, emoji, animations and icons of several colours are left
-out. The page is written by `python -m experiments.icons`.
+Drawings and names of the icons {which} are of {sets} sets of the collection Iconify:
+{icons} icons of {concepts} concepts. Only sets under an open licence are taken
+({licences}). Icons were drawn in one colour at 32 x 32 pixels, their names split into
+words. Logos, emoji, animations and icons of several colours are left out. The page is
+written by `python -m experiments.{program}`.
 """
 _HEAD = """
 | set | author | licence | icons used |
@@ -52,17 +53,27 @@ def main(arguments=None):
     print(bank.summary())
 
 
-def write_page(bank, path):
-    """Write the page of attributions: one row for each set of the bank."""
-    counts = np.bincount(bank.set, minlength=len(bank.sets))
+def write_page(bank, path, rows=slice(None), which=_LEARNED, program="icons"):
+    """Write a page of attributions: one row for each set that icons are from.
+
+    Args:
+        bank: `Bank`.
+        path: path of the page.
+        rows: int array, the rows of these icons.
+        which: str, which icons they are.
+        program: str, the module of `experiments` that writes the page.
+    """
+    used, counts = bank.attributed(rows)
     text = _TEXT.format(
-        sets=len(bank.sets),
-        icons=f"{len(bank.label):,}",
-        concepts=f"{len(bank.concepts):,}",
-        licences=", ".join(sorted(set(bank.sets[:, 3]))),
+        which=which,
+        sets=len(used),
+        icons=f"{counts.sum():,}",
+        concepts=f"{len(np.unique(bank.label[rows])):,}",
+        licences=", ".join(sorted(set(used[:, 3]))),
+        program=program,
     )
     text = f"{_TITLE}\n\n{textwrap.fill(' '.join(text.split()), 88)}\n{_HEAD}"
-    for (_, name, author, licence, url), count in zip(bank.sets, counts, strict=True):
+    for (_, name, author, licence, url), count in zip(used, counts, strict=True):
         linked = f"[{_plain(name)}]({url})" if url else _plain(name)
         text += f"| {linked} | {_plain(author)} | {licence} | {count:,} |\n"
     with atomic_file(path) as aside:

@@ -84,9 +84,8 @@ def questions_table(results):
 def models_table(results):
     """What each model has reached, in Markdown.
 
-    Seconds are of the whole training, on machines that may have done other work; steps
-    and seconds "to dense" are those after which the mean curve of a model is where the
-    curve of the dense model ends.
+    Seconds are of the whole training; steps and seconds "to dense" are those after
+    which the mean curve of a model is where the curve of the dense model ends.
     """
     lines = [
         "| model | parameters | accuracy, % | known styles, % | dropped | seconds "
@@ -136,12 +135,8 @@ def curves(results):
     return figure
 
 
-def write_answers(found, directory):
-    """Write `answers.md` and `curves.png` to a directory, and print the tables."""
-    results = found["models"]
-    text = "\n\n".join([questions_table(results), models_table(results)]) + "\n"
-    with atomic_file(Path(directory, "answers.md")) as aside:
-        Path(aside).write_text(text, encoding="utf-8")
+def write_answers(results, directory):
+    """Print the tables, and write the figure `curves.png` to a directory."""
+    print(questions_table(results), models_table(results), sep="\n\n")
     with atomic_file(Path(directory, "curves.png")) as aside:
         curves(results).savefig(aside, dpi=120, format="png")
-    print(text)

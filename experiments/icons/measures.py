@@ -33,7 +33,8 @@ def few_shot(model, bank):
     Returns:
         dict from the number of icons of a concept, a str, to a list of accuracies.
     """
-    parts = concepts_never_seen(bank)
+    pairs, _ = new_concept_rows(bank)
+    parts = [(plain(bank.pictures[rows]), labels) for rows, labels in pairs]
     if model is None:
         parts = [(x[..., 0].reshape(len(x), -1) / 255.0, y) for x, y in parts]
     found = evaluation.few_shot_probe(
@@ -47,11 +48,12 @@ def few_shot(model, bank):
     return {str(shots): list(map(float, r.accuracies)) for shots, r in found.items()}
 
 
-def concepts_never_seen(bank):
+def new_concept_rows(bank):
     """Icons to learn from and icons to tell, of other families of sets.
 
     Returns:
-        Two pairs `(pictures, labels)`, of concepts that both have enough icons of.
+        Two pairs `(rows, labels)` of concepts that both have enough icons of, and the
+        number of each label among the concepts that are held out.
     """
     rows, labels = bank.rows("held_out_concepts")
     families = np.unique(bank.family[rows])
@@ -62,7 +64,8 @@ def concepts_never_seen(bank):
     known &= np.bincount(labels[~is_support], minlength=count) > 0
     parts = (is_support & known[labels], ~is_support & known[labels])
     number = np.cumsum(known) - 1
-    return [(plain(bank.pictures[rows[part]]), number[labels[part]]) for part in parts]
+    pairs = [(rows[part], number[labels[part]]) for part in parts]
+    return pairs, np.flatnonzero(known)
 
 
 def found_by_word(model, bank):

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 
 import keras
-import numpy as np
 
 from experiments.icons import bank as banks, measures
 from experiments.icons.__main__ import WORK
@@ -27,6 +26,7 @@ from experiments.lib.cards import (
     RECORDS,
     in_half_precision,
     machine,
+    means,
     publish,
     save_weights,
     spread,
@@ -150,17 +150,15 @@ def describe(kind, size, bank, epochs, directory, runs):
 
 def accuracies(run):
     """Entries of the metadata with what was measured, of one training."""
-    found, deviation = {}, {}
+    found = {}
     if "found_by_word" in run:
         for places, value in run["found_by_word"]["found"].items():
             found[f"icons, found by a word among 1,000, in {places}"] = value
     else:
         found["icons, new styles"] = run["new_styles"]
         for shots, values in run["new_concepts"]["model"].items():
-            name = f"icons, few-shot, new concepts, {shots} of a class"
-            found[name] = float(np.mean(values))
-            deviation[name] = float(np.std(values, ddof=1))
-    return {"accuracy": found, "accuracy_std": deviation}
+            found[f"icons, few-shot, new concepts, {shots} of a class"] = values
+    return means(found)
 
 
 def card(metadata, kind, size, epochs, bank, runs):

@@ -238,6 +238,11 @@ def bracket(scale, bank, directory):
         yield tried(key, part, best)
 
 
+def results_file(scale, directory=HERE):
+    """Path of what is gathered of a scale, given by its name."""
+    return Path(directory, f"study_{scale}.json")
+
+
 def gather(scale, bank, directory):
     """All that is finished: dict from models to lists of results with their seeds."""
     found = {}
@@ -266,11 +271,11 @@ def main(arguments=None):
     parser.add_argument("--work", type=Path, default=WORK)
     parser.add_argument("--output", type=Path, default=HERE)
     chosen = parser.parse_args(arguments)
-    scale, file = SCALES[chosen.scale], chosen.output / f"study_{chosen.scale}.json"
+    scale, file = SCALES[chosen.scale], results_file(chosen.scale, chosen.output)
     if chosen.answers:
         from experiments.icons.answers import write_answers
 
-        write_answers(read_json(file, ["models"]), chosen.output)
+        write_answers(read_json(file, ["models"])["models"], chosen.work)
         return
     seeds = chosen.seeds or scale.seeds
     check_before([chosen.work, chosen.output], seeds, scale.seeds)

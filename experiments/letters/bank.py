@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.ndimage import gaussian_filter
 
-from experiments.synthetic.fonts import (
+from experiments.letters.fonts import (
     BOX,
     FIELD,
     distance_to,

@@ -5,12 +5,11 @@ import itertools
 
 import numpy as np
 
-from experiments.synthetic.fonts import OFFSET, STEPS, sample_fields, warped_grid
+from experiments.letters.fonts import OFFSET, STEPS, sample_fields, warped_grid
 
 # Pictures are drawn in blocks, one random stream each. Part of what a seed means.
 BLOCK = 128
-# Distortions reach this part of the way that those of `synthetic.glyphs` do: between
-# thousands of signs there is less room.
+# Part of the largest distortions: between thousands of signs there is little room.
 _STRENGTH = 0.6
 # Streams of random numbers: pictures of different splits have nothing in common.
 _STREAMS = {"train": 0, "new_fonts": 1, "new_classes": 2, "test": 3}

@@ -30,7 +30,7 @@ from experiments.lib.cards import (
     RECORDS,
     in_half_precision,
     machine,
-    measured,
+    means,
     publish,
     save_weights,
     spread,
@@ -208,11 +208,6 @@ def describe(key, scale, directory, runs):
     """Write the metadata and the card of a preset."""
     run, *_ = runs
     title = PRESETS[key].title
-    found = measured(run)
-    for metric, name in (("accuracy", "trained fonts"), ("new_fonts", "new fonts")):
-        found["accuracy"][f"letters, {name}"] = run["letters"][metric]
-    for shots, value in run["letters"]["few_shot"].items():
-        found["accuracy"][f"letters, few-shot, never seen, {shots} of a class"] = value
     metadata = write_metadata(
         directory,
         kind="trained",
@@ -226,10 +221,22 @@ def describe(key, scale, directory, runs):
             "learning_rate": scale.learning_rate,
             **machine(),
         },
-        **found,
+        **accuracies(run),
     )
     name = PRESETS[key].name
     write_card(directory, name, card(name, metadata, runs, scale))
+
+
+def accuracies(run):
+    """Entries of the metadata with what was measured, of one training."""
+    found = {"digits, fine-tuned": run["fine_tuned"]}
+    for shots, values in run["few_shot"]["model"].items():
+        found[f"digits, few-shot, {shots} of a class"] = values
+    for metric, name in (("accuracy", "trained fonts"), ("new_fonts", "new fonts")):
+        found[f"letters, {name}"] = run["letters"][metric]
+    for shots, value in run["letters"]["few_shot"].items():
+        found[f"letters, few-shot, never seen, {shots} of a class"] = value
+    return means(found)
 
 
 def card(name, metadata, runs, scale):

@@ -23,10 +23,8 @@ RECORDS = Path(__file__).parents[1] / "trained.json"
 CARD = "README.md"
 # Data of the trainings by the last word of a preset's name, with names for hubs.
 _DATASETS = {
-    "glyphs": "synthetic-glyphs",
     "icons": "icons-of-open-sets",
     "letters": "synthetic-letters",
-    "shapes": "synthetic-captioned-shapes",
 }
 _PIPELINES = {
     "ImageClassifier": "image-classification",
@@ -34,18 +32,9 @@ _PIPELINES = {
 }
 # Names of the data in the metadata's accuracies: an identifier, and a name to read.
 _MEASURED_ON = {
-    "glyphs": ("synthetic-glyphs", "synthetic glyphs, new images"),
     "icons": ("icons-of-open-sets", "icons of open sets, never seen"),
     "letters": ("synthetic-letters", "synthetic letters, new images"),
     "digits": ("scikit-learn-digits", "handwritten digits of scikit-learn, one half"),
-    "scenes": ("synthetic-captioned-shapes", "synthetic scenes of shapes, new images"),
-}
-# Results of a training that are accuracies, and on what they are.
-_MEASURED = {
-    "zero_shot_new_of_64": "scenes, new combinations, of 64 names",
-    "zero_shot_new_of_16": "scenes, new combinations, of 16 names",
-    "zero_shot_seen_of_64": "scenes, seen combinations, of 64 names",
-    "fine_tuned": "digits, fine-tuned",
 }
 
 
@@ -81,23 +70,15 @@ def _read_records(file):
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
-def measured(run):
-    """Entries of the metadata with the accuracies of the weights of a training.
+def means(found):
+    """Entries of the metadata with accuracies.
 
     Where one model was measured several times, `accuracy` is the mean and
     `accuracy_std` the standard deviation.
+
+    Args:
+        found: dict from what was measured to a float or a list of floats.
     """
-    found = {}
-    if "upstream_accuracy" in run:
-        # Older trainings have one layout, glyphs that fill the image.
-        by_layout = run.get("upstream_accuracy_by_layout")
-        name = "both layouts" if by_layout else "center"
-        found[f"glyphs, {name}"] = run["upstream_accuracy"]
-        for layout, value in (by_layout or {}).items():
-            found[f"glyphs, {layout}"] = value
-    found |= {name: run[key] for key, name in _MEASURED.items() if key in run}
-    for shots, values in run.get("few_shot", {}).get("model", {}).items():
-        found[f"digits, few-shot, {shots} of a class"] = values
     return {
         "accuracy": {name: float(np.mean(values)) for name, values in found.items()},
         "accuracy_std": {
@@ -224,34 +205,6 @@ def save_weights(task, work, name):
     with atomic_directory(directory, PRESET_MARKS) as aside:
         task.save_to_preset(str(aside))
     return directory
-
-
-def save_trained(task, directory, *, description, source, seed, accuracy):
-    """Save a trained task as a preset with metadata and a short card.
-
-    Args:
-        task: trained task.
-        directory: path of the preset, which is replaced in one step.
-        description: str, what the model is.
-        source: str, path of the program.
-        seed: int.
-        accuracy: dict from what was measured to a float.
-    """
-    with atomic_directory(directory, PRESET_MARKS) as aside:
-        task.save_to_preset(str(aside))
-        write_metadata(
-            aside,
-            kind="trained",
-            description=description,
-            source=source,
-            licence="Apache-2.0",
-            training={"seed": seed, **machine()},
-            accuracy=accuracy,
-            accuracy_std={},
-        )
-        rows = "".join(f"- {name}: {value:.3f}\n" for name, value in accuracy.items())
-        text = f"# {directory.name}\n\n{description} `{source}`, seed {seed}.\n\n"
-        write_card(aside, directory.name, f"{text}Accuracy:\n\n{rows}")
 
 
 def in_half_precision(file):

@@ -14,6 +14,7 @@ import numpy as np
 from matplotlib.patches import Rectangle
 
 import keras_softmoe as ksm
+from experiments.icons import answers as icons, study
 from experiments.letters import answers
 from experiments.lib.runs import read_json
 from experiments.pages import letters
@@ -39,6 +40,8 @@ def draw(docs):
     _save(_dropped(), concepts / "dropped.png")
     _save(_schedules(), concepts / "schedules.png")
     _save(answers.plot_answers(read_json(letters.RESULTS)), gallery / "letters.png")
+    of_icons = read_json(study.results_file("small"), ["models"])["models"]
+    _save(icons.curves(of_icons), gallery / "icons.png")
     for name in ksm.presets.names():
         if ksm.presets.describe(name).kind == "trained" and drawn(name):
             _save(_preset(name), gallery / f"routing_{name}.png")
@@ -197,10 +200,11 @@ def _weights():
 
 def _dropped():
     """Dropped tokens of a trained V-MoE against capacity, for groups of some sizes."""
-    model = ksm.models.ViTMoEBackbone.from_preset("vmoe_tiny_patch4_16e_32_glyphs")
-    images, _ = ksm.datasets.digits(split="test")
-    pixels = images[:NUM_IMAGES] / 127.5 - 1.0
-    factors = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
+    model = ksm.models.ViTMoEBackbone.from_preset("vmoe_tiny_patch8_8e_32_icons")
+    images, *_ = ksm.datasets.sample("icons", NUM_IMAGES)
+    pixels = images / 127.5 - 1.0
+    # Below a half, experts have less than one slot in groups of one image.
+    factors = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
     figure, ax = plt.subplots(figsize=(6, 3.4), layout="constrained")
     for group, color in zip((1, 8, NUM_IMAGES), COLORS, strict=False):
         model.set_routing(group_images=group)
@@ -220,7 +224,7 @@ def _dropped():
         xlabel="capacity factor C",
         ylabel="dropped tokens, %",
         ylim=(0, None),
-        title="V-MoE of 16 experts on 64 digits, mean over its blocks",
+        title="V-MoE of 8 experts on 64 icons, mean over its blocks",
     )
     ax.title.set_fontsize(10)
     ax.legend(frameon=False)
@@ -249,22 +253,16 @@ def _schedules():
 
 def _preset(name):
     """How a preset routes."""
+    sample = ksm.datasets.sample("letters" if name.endswith("letters") else "icons")
     if name.startswith("limoe"):
         model = ksm.models.LIMoEContrastive.from_preset(name)
-        scenes = ksm.datasets.sample("shapes")
         routing = ksm.analysis.analyze(
-            model, scenes.images, captions=scenes.captions, verbose=0
+            model, sample.images, captions=sample.captions, verbose=0
         )
         return routing.plot("modality_load")
     model = ksm.models.ViTMoEImageClassifier.from_preset(name)
-    if name.endswith("letters"):
-        images, *_ = ksm.datasets.sample("letters")
-        routing = ksm.analysis.analyze(model, images, num_pictures=5, verbose=0)
-        return routing.plot("slots" if name.startswith("soft") else "patches")
-    images, labels = ksm.datasets.digits(split="test")
-    chosen = images[[list(labels).index(label) for label in (0, 2, 3, 5, 8)]]
-    routing = ksm.analysis.analyze(model, chosen, num_pictures=5, verbose=0)
-    return routing.plot("slots" if name.startswith("soft") else "experts")
+    routing = ksm.analysis.analyze(model, sample.images, num_pictures=5, verbose=0)
+    return routing.plot("slots" if name.startswith("soft") else "patches")
 
 
 def _save(figure, path):

@@ -27,47 +27,35 @@ image and caption; `ksm.evaluation.cost(name)` counts them, also at another
 
 def tables():
     """Dict from the titles of tables to their text: those of the README."""
-    convertible, _, trained, _, contrastive = _by_kind()
     return {
-        "released weights": released_table(convertible),
-        "weights trained here": trained_here_table(trained, contrastive),
+        "released weights": released_table(_of("convertible")),
+        "weights trained here": trained_here_table(_of("trained", "_icons")),
     }
 
 
 def on_the_site():
     """Dict from the titles of tables to their text: those of the site alone."""
-    convertible, architectures, trained, on_letters, contrastive = _by_kind()
-    on_glyphs = {n: m for n, m in trained.items() if n not in on_letters}
+    on_icons = _of("trained", "_icons")
     return {
-        "trained presets": trained_table(on_glyphs),
-        "presets of letters": letters_table(on_letters),
-        "contrastive presets": contrastive_table(contrastive),
-        "convertible presets": convertible_table(convertible),
-        "architectures": architecture_table(architectures),
+        "presets of icons": icons_table(on_icons),
+        "presets of icons and names": names_table(on_icons),
+        "presets of letters": letters_table(_of("trained", "_letters")),
+        "convertible presets": convertible_table(_of("convertible")),
+        "architectures": architecture_table(_of("architecture")),
         "gallery": gallery(),
     }
 
 
-def _by_kind():
-    """Dicts from names to metadata, with the runs of presets that are trained here."""
-    kinds = {"convertible": {}, "architecture": {}, "trained": {}}
-    for name in catalogue.names():
-        height, width = catalogue.describe(name).image_size
-        metadata = catalogue.read_metadata(name)
-        metadata["images"] = f"{height} × {width}"
-        metadata["runs"] = read_runs(name)
-        kinds[metadata["kind"]][name] = metadata
-    all_trained = kinds["trained"]
-    trained = {n: m for n, m in all_trained.items() if "few_shot" in m["runs"][0]}
-    on_letters = {n: m for n, m in trained.items() if "letters" in m["runs"][0]}
-    contrastive = {n: m for n, m in all_trained.items() if n not in trained}
-    return (
-        kinds["convertible"],
-        kinds["architecture"],
-        trained,
-        on_letters,
-        contrastive,
-    )
+def _of(kind, ending=""):
+    """Dict from names to metadata, with the runs of presets that are trained here."""
+    found = {}
+    for name in catalogue.names_of_kind(kind):
+        if name.endswith(ending):
+            height, width = catalogue.describe(name).image_size
+            images = f"{height} × {width}"
+            metadata = catalogue.read_metadata(name)
+            found[name] = {**metadata, "images": images, "runs": read_runs(name)}
+    return found
 
 
 def released_table(convertible):
@@ -81,68 +69,67 @@ def released_table(convertible):
     return "\n".join(rows) + "\n"
 
 
-def trained_here_table(trained, contrastive):
-    """Presets that come with the package, with one measured figure each."""
-    rows = [
-        "| preset | images | parameters | mean ± standard deviation |",
-        "|---|---|---|---|",
-    ]
-    measured = {
-        name: f"digits, 10 shots: {spread(m['runs'][0]['few_shot']['model']['10'])}"
-        for name, m in trained.items()
-        if not _is_older(m)
-    }
-    for name, metadata in contrastive.items():
-        seen, new = (
-            spread([run[f"zero_shot_{kind}_of_64"] for run in metadata["runs"]])
-            for kind in ("seen", "new")
-        )
-        measured[name] = f"zero-shot, 64 names: seen {seen}, new combinations {new}"
-    for name, text in measured.items():
-        about = (trained | contrastive)[name]
-        cells = [f"[`{name}`](presets/{name})", about["images"], _parameters(about)]
-        rows.append(f"| {' | '.join([*cells, text])} |")
+def trained_here_table(on_icons):
+    """Presets of icons that come with the package, with one measured figure each."""
+    rows = ["| preset | images | parameters | measured |", "|---|---|---|---|"]
+    for name, metadata in on_icons.items():
+        run = metadata["runs"][0]
+        if "found_by_word" in run:
+            text = f"finds an icon by a word: {_percent(_found(run, '1'))} of words"
+        else:
+            text = f"unseen styles, 1,229 concepts: {_percent(run['new_styles'])}"
+        about = [f"[`{name}`](presets/{name})", metadata["images"]]
+        rows.append(f"| {' | '.join([*about, _parameters(metadata), text])} |")
     return "\n".join(rows) + "\n"
 
 
-def _is_older(metadata):
-    """Whether it is of trainings that the others are not compared with."""
-    run = metadata["runs"][0]
-    return "upstream_accuracy" in run and "upstream_accuracy_by_layout" not in run
+def icons_table(on_icons):
+    """What the presets of icons are worth on styles and concepts never seen."""
+    rows = [
+        "| preset | parameters | unseen styles | unseen concepts, 1 icon | 5 icons |",
+        "|---" * 5 + "|",
+    ]
+    for name, metadata in on_icons.items():
+        run = metadata["runs"][0]
+        if "new_styles" in run:
+            few_shot = map(spread, run["new_concepts"]["model"].values())
+            pixels = map(spread, run["new_concepts"]["raw pixels"].values())
+            cells = [f"[`{name}`](#{name})", _parameters(metadata)]
+            cells += [_percent(run["new_styles"]), *few_shot]
+            rows.append(f"| {' | '.join(cells)} |")
+    rows.append(f"| {' | '.join(['raw pixels', '', '', *pixels])} |")
+    return "\n".join(rows) + "\n"
+
+
+def names_table(on_icons):
+    """How often a word finds one of its icons among 1,000 in styles never seen."""
+    rows = [
+        "| preset | parameters | in the first place | in the first ten |",
+        "|---" * 4 + "|",
+    ]
+    chance = {}
+    for name, metadata in on_icons.items():
+        run = metadata["runs"][0]
+        if "found_by_word" in run:
+            chance = run["found_by_word"]["chance"]
+            cells = [f"[`{name}`](#{name})", _parameters(metadata)]
+            cells += [_percent(_found(run, places)) for places in chance]
+            rows.append(f"| {' | '.join(cells)} |")
+    rows.append(f"| {' | '.join(['chance', '', *map(_percent, chance.values())])} |")
+    return "\n".join(rows) + "\n"
+
+
+def _found(run, places):
+    return run["found_by_word"]["found"][places]
+
+
+def _percent(share):
+    return f"{100 * share:.1f} %"
 
 
 def _parameters(metadata):
     count = metadata["parameter_count"] / 1e6
     return f"{count:,.0f} M" if count >= 5 else f"{count:.2f} M"
-
-
-def trained_table(found):
-    """What the weights of each preset are worth: those of its first training."""
-    rows = [
-        "| preset | images | parameters | trained on | glyphs that fill the image "
-        "| anywhere | 1 shot | 5 shots | 10 shots | fine-tuned |",
-        "|---" * 10 + "|",
-    ]
-    pixels = {}
-    for name, metadata in found.items():
-        run = metadata["runs"][0]
-        pixels = run["few_shot"]["raw pixels"]
-        by_layout = run.get("upstream_accuracy_by_layout", {})
-        anywhere = by_layout.get("anywhere")
-        cells = [
-            f"[`{name}`](#{name})",
-            metadata["images"],
-            f"{metadata['parameter_count'] / 1e6:.2f} M",
-            f"{metadata['training']['images']:,}",
-            f"{by_layout.get('center', run['upstream_accuracy']):.3f}",
-            "not asked" if anywhere is None else f"{anywhere:.3f}",
-            *map(spread, run["few_shot"]["model"].values()),
-            spread(run["fine_tuned"]),
-        ]
-        rows.append(f"| {' | '.join(cells)} |")
-    cells = ["raw pixels", "", "", "", "", "", *map(spread, pixels.values()), ""]
-    rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows) + "\n"
 
 
 def letters_table(found):
@@ -180,29 +167,6 @@ def letters_table(found):
             *(f"{letters['few_shot'][shots]:.3f}" for shots in ("1", "5")),
             *(spread(digits[shots]) for shots in ("1", "5")),
             spread(run["fine_tuned"]),
-        ]
-        rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows) + "\n"
-
-
-def contrastive_table(found):
-    columns = {
-        "new, of 64": "zero_shot_new_of_64",
-        "new, of 16": "zero_shot_new_of_16",
-        "seen, of 64": "zero_shot_seen_of_64",
-        "image → caption": "image_to_text_recall_at_1",
-        "caption → image": "text_to_image_recall_at_1",
-    }
-    rows = [
-        f"| preset | images | parameters | {' | '.join(columns)} |",
-        "|---" * (3 + len(columns)) + "|",
-    ]
-    for name, metadata in found.items():
-        cells = [
-            f"[`{name}`](#{name})",
-            metadata["images"],
-            f"{metadata['parameter_count'] / 1e6:.2f} M",
-            *(spread([run[c] for run in metadata["runs"]]) for c in columns.values()),
         ]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
@@ -277,8 +241,7 @@ def gallery():
 
 def drawn(name):
     """Whether the gallery has a picture of how a preset routes."""
-    is_mixture = "dense" not in name and not name.startswith("vit_")
-    return is_mixture and (name.startswith("soft") or not name.endswith("glyphs"))
+    return "dense" not in name and not name.startswith("vit_")
 
 
 def _card(name):

@@ -1,9 +1,10 @@
-"""Tables of fidelity and of upcycling, from JSON."""
+"""Tables of experiments and of fidelity, from JSON."""
 
 from pathlib import Path
 from statistics import mean
 
 from experiments import segmentation, small_data
+from experiments.icons import answers, study
 from experiments.lib.comparisons import difference
 from experiments.lib.runs import read_json
 from experiments.real_weights.tables import report
@@ -30,7 +31,10 @@ NUMBERS = {
 
 def tables():
     """Dict from the titles of tables to their text."""
+    on_icons = read_json(study.results_file("small"), ["models"])["models"]
     return {
+        "icons": answers.questions_table(on_icons) + "\n",
+        "models of icons": answers.models_table(on_icons) + "\n",
         "fidelity": fidelity_table(),
         "textiles": report(read_json(EXPERIMENTS / "real_weights/results.json")) + "\n",
         "upcycled as published": published_table(),

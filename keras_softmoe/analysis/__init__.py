@@ -7,12 +7,11 @@ writes all figures on one page. Both need matplotlib (the extra `viz`).
 Names that the examples of this module use:
 
     >>> from_preset = ksm.models.ViTMoEImageClassifier.from_preset
-    >>> soft = from_preset("soft_moe_tiny_patch4_16e_32_glyphs")
-    >>> sparse = from_preset("vmoe_tiny_patch4_16e_32_glyphs")
-    >>> images, labels, *_ = ksm.datasets.sample("glyphs", 8)
-    >>> name = "limoe_tiny_patch4_8e_32_shapes"
+    >>> soft = from_preset("soft_moe_tiny_patch8_16e_32_icons")
+    >>> sparse = from_preset("vmoe_tiny_patch8_8e_32_icons")
+    >>> images, labels, _, captions = ksm.datasets.sample("icons", 8)
+    >>> name = "limoe_tiny_patch8_8e_32_icons"
     >>> limoe = ksm.models.LIMoEContrastive.from_preset(name)
-    >>> scenes, _, _, captions = ksm.datasets.sample("shapes", 8)
 """
 
 from keras_softmoe.analysis.blocks import BlockStatistics as BlockStatistics

@@ -80,7 +80,7 @@ class RoutingMaps(NamedTuple):
         >>> routing = ksm.analysis.analyze(sparse, images, num_pictures=8)
         >>> maps = routing.maps[3]
         >>> maps.dispatch.shape[:4]
-        (8, 8, 8, 16)
+        (8, 4, 4, 8)
         >>> (maps.main_experts < 0).mean()  # share of dropped patches
         >>> figure = maps.plot("experts")
     """

@@ -65,7 +65,7 @@ class ModalityStatistics(NamedTuple):
         words: `WordStatistics`, `None` without a tagger.
 
     Examples:
-        >>> routing = ksm.analysis.analyze(limoe, scenes, captions=captions)
+        >>> routing = ksm.analysis.analyze(limoe, images, captions=captions)
         >>> block = routing.modalities[3]
         >>> block.dropped, block.experts_needed(0.9)
         >>> figure = block.plot("modality_load")

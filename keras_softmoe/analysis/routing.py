@@ -249,8 +249,8 @@ class RoutingMonitor(keras.callbacks.Callback):
     Source: Soft MoE, appendix E (figures 13 and 14); LIMoE, appendix E.4.
 
     Examples:
-        >>> monitor = ksm.analysis.RoutingMonitor(scenes, captions, every=1)
-        >>> limoe.fit(scenes, captions, epochs=1, callbacks=[monitor])
+        >>> monitor = ksm.analysis.RoutingMonitor(images, captions, every=1)
+        >>> limoe.fit(images, captions, epochs=1, callbacks=[monitor])
         >>> used = monitor.usage("text")
         >>> pruned = ksm.models.prune_experts(limoe, used, num_experts=4)
     """

@@ -55,7 +55,7 @@ class Preset(NamedTuple):
         image_size: `(height, width)` of the images. Others are resized.
 
     Examples:
-        >>> preset = ksm.presets.describe("soft_moe_tiny_patch4_16e_32_glyphs")
+        >>> preset = ksm.presets.describe("soft_moe_tiny_patch8_16e_32_icons")
         >>> preset.kind, preset.parameters
     """
 
@@ -85,7 +85,7 @@ def names(
         >>> "vit_base_patch16_224" in ksm.presets.names()
         True
         >>> ksm.presets.names("soft_moe", weights=True)
-        ['soft_moe_micro_patch4_25e_20_letters', 'soft_moe_tiny_patch4_16e_32_glyphs']
+        ['soft_moe_micro_patch4_25e_20_letters', 'soft_moe_tiny_patch8_16e_32_icons']
     """
     if not isinstance(containing, str):
         raise ValueError(

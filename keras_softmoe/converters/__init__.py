@@ -2,7 +2,7 @@
 
 The examples of this module start with:
 
-    >>> name = "vit_tiny_patch4_32_glyphs"
+    >>> name = "vit_tiny_patch8_32_icons"
     >>> classifier = ksm.models.ViTMoEImageClassifier.from_preset(name)
     >>> import keras_hub
     >>> sizes = {"num_layers": 2, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 32}

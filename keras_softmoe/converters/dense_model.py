@@ -79,7 +79,7 @@ def dense_model(
             MLPs with gates).
 
     Examples:
-        >>> vit = ksm.converters.dense_model("vit_tiny_patch4_32_glyphs")
+        >>> vit = ksm.converters.dense_model("vit_tiny_patch8_32_icons")
         >>> vit.save_to_preset("my_vit")
     """
     check_names("`dense_model`", changes, ("num_heads", *_SETTINGS, *_CHOICES))

@@ -11,6 +11,7 @@ from keras_softmoe.checks import check_choice, check_whole_numbers, received
 from keras_softmoe.types import Texts
 
 _DIRECTORY = Path(__file__).with_name("samples")
+_SAMPLES = ("icons", "new_icons", "other_new_icons", "letters")
 
 # Scikit-learn's digits are 8 x 8 counts of inked pixels, 0 to 16.
 _SIDE = 8
@@ -37,26 +38,27 @@ class Sample(NamedTuple):
 
 
 def sample(name: str, num_images: int | None = None) -> Sample:
-    """Return synthetic images that no preset was trained on.
+    """Return images that no preset was trained on.
 
-    - `"glyphs"`: 512 letters and signs of 179 classes, white on black, 32 x 32, drawn
-      from fonts. No digits. The caption is the sign itself.
+    - `"icons"`: 1,000 icons of concepts that the presets `*_icons` learned, in styles
+      that they never saw, 32 x 32, grey. Classes are all 1,229 concepts, and labels are
+      those of the presets. The caption is the name that its authors gave the icon.
+    - `"new_icons"` and `"other_new_icons"`: 3,007 and 1,949 icons of 129 concepts that
+      no preset learned, the latter in other styles than the former.
     - `"letters"`: 512 letters and signs of 2,600 classes, anywhere in 20 x 20 pixels.
-    - `"shapes"`: 256 scenes of one to three colored shapes, with captions that mention
-      all or a part: "two green rings", "the square is over the blue heart". Classes
-      are the 64 combinations of color and shape; the label of a pair is its first one.
-    - `"new_shapes"`: 256 scenes in the 16 combinations that were in no training pair.
+      The caption is the sign itself.
+
+    Authors and licences of the icons are in `datasets/samples/ATTRIBUTIONS.md`.
 
     Args:
         name: str, one of the above.
         num_images: int, return the first `num_images` only.
 
     Examples:
-        >>> images, labels, class_names, captions = ksm.datasets.sample("glyphs")
-        >>> scenes = ksm.datasets.sample("shapes", 20)
-        >>> scenes.images.shape, scenes.captions[0]
+        >>> images, labels, class_names, captions = ksm.datasets.sample("icons", 20)
+        >>> images.shape, class_names[labels[0]], captions[0]
     """
-    check_choice("name", name, ("glyphs", "letters", "shapes", "new_shapes"))
+    check_choice("name", name, _SAMPLES)
     with np.load(_DIRECTORY / f"{name}.npz") as file:
         arrays = {key: file[key] for key in file}
     if num_images is not None:
@@ -146,10 +148,10 @@ def train_vocabulary(captions: Texts, vocabulary_size: int = 400) -> bytes:
     Source: T5 (arXiv 1910.10683), for the special pieces.
 
     Examples:
-        >>> captions = ksm.datasets.sample("shapes").captions
+        >>> captions = ksm.datasets.sample("icons").captions
         >>> proto = ksm.datasets.train_vocabulary(captions, vocabulary_size=100)
         >>> tokenizer = ksm.models.LIMoETokenizer(proto)
-        >>> tokenizer(["a red circle"])
+        >>> tokenizer(["coffee cup"])
     """
     check_whole_numbers(1, vocabulary_size=vocabulary_size)
     known = isinstance(captions, (list, tuple, np.ndarray))

@@ -2,9 +2,9 @@
 
 The examples of this module start with:
 
-    >>> name = "soft_moe_tiny_patch4_16e_32_glyphs"
+    >>> name = "soft_moe_tiny_patch8_16e_32_icons"
     >>> classifier = ksm.models.ViTMoEImageClassifier.from_preset(name)
-    >>> images, labels, *_ = ksm.datasets.sample("glyphs", 8)
+    >>> images, labels, *_ = ksm.datasets.sample("icons", 8)
 """
 
 from keras_softmoe.distribution.backup import Backup as Backup

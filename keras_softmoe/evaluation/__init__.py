@@ -2,12 +2,11 @@
 
 Names that the examples of this module use:
 
-    >>> name = "vmoe_tiny_patch4_16e_32_glyphs"
+    >>> name = "vmoe_tiny_patch8_8e_32_icons"
     >>> sparse = ksm.models.ViTMoEImageClassifier.from_preset(name)
-    >>> images, labels, *_ = ksm.datasets.sample("glyphs", 8)
-    >>> name = "limoe_tiny_patch4_8e_32_shapes"
+    >>> images, labels, _, captions = ksm.datasets.sample("icons", 8)
+    >>> name = "limoe_tiny_patch8_8e_32_icons"
     >>> limoe = ksm.models.LIMoEContrastive.from_preset(name)
-    >>> scenes, _, _, captions = ksm.datasets.sample("shapes", 8)
 """
 
 from keras_softmoe.evaluation.embeddings import (

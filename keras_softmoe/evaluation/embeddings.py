@@ -53,7 +53,7 @@ def retrieval(
     Source: LIMoE, tables 4 and 7. (The paper does not say how ties count.)
 
     Examples:
-        >>> embeddings = limoe.encode_image(scenes), limoe.encode_text(captions)
+        >>> embeddings = limoe.encode_image(images), limoe.encode_text(captions)
         >>> found = ksm.evaluation.retrieval(*embeddings)
         >>> found.image_to_text[1], found.text_to_image[1]
     """
@@ -221,8 +221,8 @@ def zero_shot(
     Source: LIMoE, appendix D.2, which follows CLIP (arXiv 2103.00020), section 3.1.4.
 
     Examples:
-        >>> names, templates = ["red circle", "blue star"], ["a {}", "a small {}"]
-        >>> found = ksm.evaluation.zero_shot(limoe, scenes, names, templates)
+        >>> names, templates = ["hammer", "cloud"], ["{}", "a {}"]
+        >>> found = ksm.evaluation.zero_shot(limoe, images, names, templates)
         >>> found.predictions.shape
         (8,)
     """

@@ -81,7 +81,7 @@ def export_model(
         RuntimeError: if the subprocess that writes the file failed.
 
     Examples:
-        >>> name = "soft_moe_tiny_patch4_16e_32_glyphs"
+        >>> name = "soft_moe_tiny_patch8_16e_32_icons"
         >>> model = ksm.models.ViTMoEImageClassifier.from_preset(name)
         >>> model.export("classifier.onnx", format="onnx", preprocessing=True)
     """

@@ -2,12 +2,9 @@
 
 The examples of this module start with:
 
-    >>> name = "soft_moe_tiny_patch4_16e_32_glyphs"
-    >>> images, labels, *_ = ksm.datasets.sample("glyphs", 8)
-    >>> scenes, _, _, captions = ksm.datasets.sample("shapes", 8)
-    >>> limoe = ksm.models.LIMoEContrastive.from_preset(
-    ...     "limoe_tiny_patch4_8e_32_shapes"
-    ... )
+    >>> name = "soft_moe_tiny_patch8_16e_32_icons"
+    >>> images, labels, _, captions = ksm.datasets.sample("icons", 8)
+    >>> limoe = ksm.models.LIMoEContrastive.from_preset("limoe_tiny_patch8_8e_32_icons")
 """
 
 from keras_softmoe import exporting

@@ -235,8 +235,8 @@ class LIMoEContrastive(ContrastiveTask):
 
     Examples:
         >>> model = ksm.models.LIMoEContrastive(limoe.backbone, limoe.preprocessor)
-        >>> model.fit(scenes, captions, batch_size=8, epochs=1)
-        >>> model.zero_shot(scenes, ["red circle", "blue star"], ["a {}"]).shape
+        >>> model.fit(images, captions, batch_size=8, epochs=1)
+        >>> model.zero_shot(images, ["hammer", "cloud"], ["a {}"]).shape
         (8, 2)
     """
 

@@ -31,7 +31,7 @@ class LIMoETokenizer(keras_hub.tokenizers.SentencePieceTokenizer):
         **kwargs: as in `keras_hub.tokenizers.SentencePieceTokenizer`.
 
     Examples:
-        >>> captions = ksm.datasets.sample("shapes").captions
+        >>> captions = ksm.datasets.sample("icons").captions
         >>> proto = ksm.datasets.train_vocabulary(captions, vocabulary_size=100)
         >>> tokenizer = ksm.models.LIMoETokenizer(proto)
         >>> tokenizer(["a red circle"])
@@ -162,7 +162,7 @@ class LIMoEPreprocessor(ContrastivePreprocessor):
         >>> converter = ksm.models.ViTMoEImageConverter((32, 32))
         >>> tokenizer = limoe.preprocessor.tokenizer
         >>> preprocessor = ksm.models.LIMoEPreprocessor(tokenizer, converter)
-        >>> x = preprocessor(scenes[:2], ["a red circle", "two blue stars"])
+        >>> x = preprocessor(images[:2], ["coffee cup", "hammer"])
         >>> x["token_ids"].shape
         (2, 16)
     """
@@ -180,7 +180,7 @@ class TwoTowerPreprocessor(ContrastivePreprocessor):
         >>> preprocessor = ksm.models.TwoTowerPreprocessor(
         ...     limoe.preprocessor.tokenizer, ksm.models.ViTMoEImageConverter((32, 32))
         ... )
-        >>> x = preprocessor(scenes[:2], ["a red circle", "two blue stars"])
+        >>> x = preprocessor(images[:2], ["coffee cup", "hammer"])
         >>> x["token_ids"].shape
         (2, 16)
     """

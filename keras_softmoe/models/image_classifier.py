@@ -57,7 +57,7 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
         >>> backbone = ksm.models.ViTMoEBackbone.from_preset(name)
         >>> converter = ksm.models.ViTMoEImageConverter(image_size=(32, 32))
         >>> preprocessor = ksm.models.ViTMoEImageClassifierPreprocessor(converter)
-        >>> classifier = ksm.models.ViTMoEImageClassifier(backbone, 179, preprocessor)
+        >>> classifier = ksm.models.ViTMoEImageClassifier(backbone, 1229, preprocessor)
         >>> classifier.fit(images, labels, epochs=1)
     """
 

@@ -54,7 +54,7 @@ Raises:
     TypeError: if there is no such argument (the message offers the nearest).
 
 Examples:
-    >>> name = "soft_moe_tiny_patch4_16e_32_glyphs"
+    >>> name = "soft_moe_tiny_patch8_16e_32_icons"
     >>> backbone = ksm.models.ViTMoEBackbone.from_preset(name, load_weights=False)
 """
 

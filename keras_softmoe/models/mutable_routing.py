@@ -54,7 +54,7 @@ class MutableRouting:
         Source: V-MoE, sections 2.4 and 4, appendices E.3, E.4, E.7; LIMoE, E.5.
 
         Examples:
-            >>> name = "vmoe_tiny_patch4_16e_32_glyphs"
+            >>> name = "vmoe_tiny_patch8_8e_32_icons"
             >>> model = ksm.models.ViTMoEImageClassifier.from_preset(name)
             >>> model.set_routing(priority="max", capacity_factor=0.5)
         """

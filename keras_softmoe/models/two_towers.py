@@ -45,7 +45,7 @@ class TwoTowerBackbone(MoEBackbone, SingleModality):
         >>> image_tower = ksm.models.ViTMoEBackbone.from_preset(name)
         >>> text_tower = ksm.models.TextMoEBackbone(500, 16, 2, 2, 32, 64)
         >>> backbone = ksm.models.TwoTowerBackbone(
-        ...     image_tower, text_tower, text_projection_dim=96, freeze_image=True
+        ...     image_tower, text_tower, text_projection_dim=128, freeze_image=True
         ... )
     """
 

@@ -138,7 +138,7 @@ def to_vmoe_params(model: keras.Model) -> dict:
     Examples:
         >>> parameters = ksm.converters.to_vmoe_params(classifier)
         >>> parameters["head/bias"].shape
-        (179,)
+        (1229,)
         >>> np.savez("params.npz", **parameters)
     """
     return {

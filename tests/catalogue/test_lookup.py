@@ -56,7 +56,7 @@ def test_names_of_some_presets():
     every = presets.names()
     assert presets.names("soft_moe", weights=True) == [
         "soft_moe_micro_patch4_25e_20_letters",
-        "soft_moe_tiny_patch4_16e_32_glyphs",
+        "soft_moe_tiny_patch8_16e_32_icons",
     ]
     of_kind = lookup.names_of_kind
     assert presets.names(weights=True) == sorted(
@@ -114,7 +114,7 @@ def test_accuracy(catalogue):
 def test_real_catalogue():
     kinds = ("trained", "convertible", "architecture")
     names = [lookup.names_of_kind(kind) for kind in kinds]
-    assert [len(of_kind) for of_kind in names] == [11, 11, 124]
+    assert [len(of_kind) for of_kind in names] == [9, 11, 124]
     for name in presets.names():
         preset = presets.describe(name)
         assert all(0 < accuracy <= 1 for accuracy in preset.accuracy.values())

@@ -175,7 +175,7 @@ def test_own_models():
     model = tiny.classifier(**tiny.DENSE)
     assert converters.dense_model(model) is model
     assert converters.dense_model(model, head=False) is model.backbone
-    name = "vit_tiny_patch4_32_glyphs"
+    name = "vit_tiny_patch8_32_icons"
     assert type(converters.dense_model(name)) is models.ViTMoEImageClassifier
     converter = converters.image_preprocessor(name, (8, 8)).image_converter
     assert (converter.scale, converter.offset) == (1 / 127.5, -1.0)
@@ -245,9 +245,9 @@ def test_other_models():
     with pytest.raises(ValueError, match="Did you mean.*vit_base_patch16_224_imagenet"):
         converters.dense_model("vit_base_patch16_224_imagenet22k")
     with pytest.raises(ValueError, match="of 'keras_softmoe>LIMoEBackbone'"):
-        converters.dense_model("limoe_tiny_patch4_8e_32_shapes")
+        converters.dense_model("limoe_tiny_patch8_8e_32_icons")
     with pytest.raises(TypeError, match="`num_heads`"):
-        converters.dense_model("vit_tiny_patch4_32_glyphs", num_head=3)
+        converters.dense_model("vit_tiny_patch8_32_icons", num_head=3)
 
 
 def test_adapted_models():

@@ -1,4 +1,4 @@
-"""Samples are the first images of the generators; digits come from scikit-learn."""
+"""Samples are parts of the bank of icons; digits come from scikit-learn."""
 
 import sys
 
@@ -7,33 +7,21 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 
-from experiments.synthetic import __main__ as program
+from experiments import samples as program
 from keras_softmoe.datasets import digits, sample
+from tests.experiments.test_icon_study import small_bank
 from tests.support.close import assert_near
 
-NAMES = ("glyphs", "letters", "shapes", "new_shapes")
-
-
-# Drawing letters takes long: that a preset knows them is tested with the presets.
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "letters"])
-def test_it_is_what_the_generator_draws(name):
-    found, expected = sample(name), program.SAMPLES[name]()
-    # Another processor may round a grey value up instead of down.
-    difference = found.images.astype(int) - expected["images"]
-    assert np.abs(difference).max() <= 1
-    assert np.mean(difference != 0) < 1e-3
-    np.testing.assert_array_equal(found.labels, expected["labels"])
-    np.testing.assert_array_equal(found.captions, expected["captions"])
-    assert found.class_names == expected["class_names"].tolist()
+NAMES = ("icons", "new_icons", "other_new_icons", "letters")
 
 
 @pytest.mark.parametrize(
     ("name", "number", "size", "classes"),
     [
-        ("glyphs", 512, 32, 179),
+        ("icons", 1000, 32, 1229),
+        ("new_icons", 3007, 32, 129),
+        ("other_new_icons", 1949, 32, 129),
         ("letters", 512, 20, 2600),
-        ("shapes", 256, 32, 64),
-        ("new_shapes", 256, 32, 64),
     ],
 )
 def test_shapes_and_types(name, number, size, classes):
@@ -45,10 +33,36 @@ def test_shapes_and_types(name, number, size, classes):
     assert all(isinstance(caption, str) and caption for caption in captions)
 
 
-def test_combinations_that_are_new():
-    known, new = sample("shapes"), sample("new_shapes")
-    assert set(known.labels).isdisjoint(new.labels)
-    assert len(set(new.labels)) == 16
+def test_new_icons_are_of_other_concepts():
+    known, new, other = map(sample, ("icons", "new_icons", "other_new_icons"))
+    assert set(known.class_names).isdisjoint(new.class_names)
+    assert new.class_names == other.class_names
+    assert set(new.labels) == set(other.labels) == set(range(129))
+    seen = {image.tobytes() for image in new.images}
+    assert not seen & {image.tobytes() for image in other.images}
+
+
+def test_the_program_writes_icons_and_their_attributions(tmp_path, monkeypatch):
+    monkeypatch.setattr(program, "DIRECTORY", tmp_path / "samples")
+    bank = small_bank()
+    program.banks.write(bank, tmp_path / "bank.npz")
+    program.main(["icons", f"--bank={tmp_path / 'bank.npz'}"])
+    with np.load(tmp_path / "samples" / "other_new_icons.npz") as file:
+        # Six icons of three concepts by the other author
+        assert file["images"].shape == (18, 32, 32, 1)
+        assert file["class_names"].tolist() == [
+            "concept 27",
+            "concept 28",
+            "concept 29",
+        ]
+        assert file["captions"][-1] == "name 29"
+    with np.load(tmp_path / "samples" / "icons.npz") as file:
+        rows, labels = program.measures.searched(bank)
+        np.testing.assert_array_equal(255 - file["images"][..., 0], bank.pictures[rows])
+        np.testing.assert_array_equal(file["labels"], labels)
+    page = (tmp_path / "samples" / program.ATTRIBUTIONS).read_text(encoding="utf-8")
+    assert "90 icons of 30 concepts" in page
+    assert "| name | author | MIT | 90 |" in page
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -66,17 +80,17 @@ def test_the_first_of_them(name):
 
 def test_the_files_are_small():
     sizes = [path.stat().st_size for path in program.DIRECTORY.iterdir()]
-    assert len(sizes) == len(NAMES)
-    assert sum(sizes) < 1.5e6
+    assert len(sizes) == len(NAMES) + 1
+    assert sum(sizes) < 1e6
 
 
 @pytest.mark.parametrize(
     ("arguments", "received"),
     [
         (("digits",), "name='digits'"),
-        (("glyphs", 0), "num_images=0"),
-        (("glyphs", 513), "num_images=513"),
-        (("shapes", 2.5), "num_images=2.5"),
+        (("icons", 0), "num_images=0"),
+        (("icons", 1001), "num_images=1001"),
+        (("letters", 2.5), "num_images=2.5"),
     ],
 )
 def test_bad_arguments_are_named(arguments, received):

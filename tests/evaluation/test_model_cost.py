@@ -268,7 +268,7 @@ def test_router_without_a_call():
 @pytest.mark.parametrize("num_classes", [0, -1, 2.5, "10"])
 def test_head_without_classes(num_classes):
     with pytest.raises(ValueError, match=f"num_classes={num_classes!r}"):
-        cost("vit_tiny_patch4_32_glyphs", num_classes=num_classes)
+        cost("vit_tiny_patch8_32_icons", num_classes=num_classes)
 
 
 def test_preset_of_another_class(tmp_path):

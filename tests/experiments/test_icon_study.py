@@ -9,7 +9,7 @@ from experiments.icons.bank import Bank, write
 
 
 def small_bank():
-    """30 concepts of 12 icons, a few of them held out."""
+    """30 concepts of 12 icons by two authors, a few of them held out."""
     rng = np.random.default_rng(0)
     label = np.repeat(np.arange(30), 12).astype("int32")
     count, held_out = len(label), np.arange(30) >= 27
@@ -19,7 +19,7 @@ def small_bank():
         pictures=(rng.integers(0, 16, (count, 32, 32)) * 17).astype("uint8"),
         label=label,
         set=zeros,
-        family=zeros,
+        family=np.arange(count, dtype="int32") % 2,
         split=split,
         caption_start=np.arange(count + 1, dtype="int32"),
         caption=label,
@@ -58,7 +58,7 @@ def test_program(tmp_path, capsys):
     capsys.readouterr()
     study.main([*common, "--answers"])
     assert "| **(a)** |" in capsys.readouterr().out
-    assert (tmp_path / "output" / "curves.png").stat().st_size > 5000
+    assert (tmp_path / "work" / "curves.png").stat().st_size > 5000
 
 
 def test_answers():

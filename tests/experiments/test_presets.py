@@ -6,53 +6,47 @@ import keras
 import pytest
 from huggingface_hub import ModelCard
 
-from experiments import glyph_presets, limoe_presets
-from experiments.glyph_presets import TWINS
+from experiments.icons import bank as banks, models as icons, presets as program
+from experiments.letters import presets as of_letters
 from experiments.lib import cards
-from experiments.limoe_presets import NAMES
 from keras_softmoe import catalogue, models, presets
+from tests.experiments.test_icon_study import small_bank
 
-# Those that an earlier form of the script trained saw fewer images.
-IMAGES = glyph_presets.EPOCHS * glyph_presets.EPOCH_IMAGES
-ROUTERS = {
-    twin.name: twin.router
-    for twin in glyph_presets.TWINS.values()
-    if twin.router
-    and catalogue.read_metadata(twin.name)["training"]["images"] == IMAGES
-}
+KINDS = icons.kinds(icons.SIZES["small"])
+TRAINED = catalogue.names_of_kind("trained")
 
 
 def settings(router):
     """Its configuration but for the name."""
-    return {**router.get_config(), "name": None}
+    return router and {**router.get_config(), "name": None}
 
 
-def saved_router(preset):
-    _, config = catalogue.read_config(preset)
-    return keras.saving.deserialize_keras_object(config["router"])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_presets_of_icons(kind):
+    _, config = catalogue.read_config(kind.name)
+    saved = keras.saving.deserialize_keras_object(config["router"])
+    assert settings(kind.router) == settings(saved)
 
 
-@pytest.mark.parametrize("preset", ROUTERS)
-def test_glyph_presets(preset):
-    assert settings(ROUTERS[preset]) == settings(saved_router(preset))
-
-
-def test_limoe_preset():
-    router = limoe_presets.build("limoe").backbone.router
-    assert settings(router) == settings(saved_router(limoe_presets.NAMES["limoe"]))
-
-
-def test_a_glyph_preset_is_trained(tmp_path, monkeypatch):
-    monkeypatch.setattr(glyph_presets, "WORK", tmp_path)
-    monkeypatch.setattr(glyph_presets, "EPOCH_IMAGES", 128)
-    monkeypatch.setattr(glyph_presets, "VALIDATION_IMAGES", 64)
-    glyph_presets.main(["--only", "soft", "--epochs", "1", "--output", str(tmp_path)])
-    directory = tmp_path / glyph_presets.TWINS["soft"].name
-    assert models.ViTMoEImageClassifier.from_preset(str(directory)).count_params() > 1e6
-    assert "Accuracy:\n\n- glyphs, center: 0." in (directory / "README.md").read_text()
-
-
-TRAINED = [*(twin.name for twin in TWINS.values()), *NAMES.values()]
+@pytest.mark.parametrize(
+    "kind, cls, says",
+    [
+        ("soft", models.ViTMoEImageClassifier, "among 27 concepts: 0."),
+        ("limoe", models.LIMoEContrastive, "| 0 | 10 | "),
+    ],
+)
+def test_a_preset_is_trained(kind, cls, says, tmp_path, monkeypatch):
+    monkeypatch.setattr(icons, "VOCABULARY_SIZE", 85)
+    small = icons.SIZES["small"]._replace(batch_size=16)
+    monkeypatch.setitem(icons.SIZES, "small", small)
+    banks.write(small_bank(), tmp_path / "bank.npz")
+    places = [f"--{name}={tmp_path / name}" for name in ("work", "output")]
+    places += [f"--records={tmp_path / 'trained.json'}", f"--bank={tmp_path}/bank.npz"]
+    program.main(["--only", kind, "--epochs", "1", "--steps", "2", *places])
+    directory = tmp_path / "output" / KINDS[kind].name
+    assert cls.from_preset(str(directory)).count_params() > 1e6
+    assert says in (directory / cards.CARD).read_text(encoding="utf-8")
+    assert cards.read_runs(directory.name, tmp_path / "trained.json")[0]["seed"] == 0
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -61,7 +55,8 @@ def test_metadata_are_those_of_the_first_training(name):
     metadata = catalogue.read_metadata(name)
     first = cards.read_runs(name)[0]
     assert first["seed"] == metadata["training"]["seed"]
-    assert cards.measured(first).items() <= metadata.items()
+    of = of_letters if name.endswith("letters") else program
+    assert of.accuracies(first).items() <= metadata.items()
     assert "runs" not in metadata
     assert len(json.dumps(metadata)) < 3_000
 
@@ -78,7 +73,8 @@ def test_hubs_read_the_card(name):
     assert head.pipeline_tag == f"{prefix}image-classification"
     is_dense = name.startswith(("vit_", "limoe_dense"))
     assert ("mixture-of-experts" in head.tags) != is_dense
-    data = "synthetic-captioned-shapes" if is_limoe else "synthetic-glyphs"
+    on_letters = name.endswith("letters")
+    data = "synthetic-letters" if on_letters else "icons-of-open-sets"
     assert head.datasets == [data]
     # All that was measured, and nothing else.
     assert head.model_name == name

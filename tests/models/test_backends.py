@@ -22,7 +22,7 @@ TOLERANCE = 5e-5
 TRAINED = catalogue.names_of_kind("trained")
 ONE_OF_EACH = (
     "expert_choice_micro_patch4_25e_20_letters",
-    "limoe_tiny_patch4_8e_32_shapes",
+    "limoe_tiny_patch8_8e_32_icons",
     "soft_moe_micro_patch4_25e_20_letters",
     "vmoe_micro_patch4_25e_20_letters",
 )

@@ -144,7 +144,7 @@ def test_checkpoint_of_another_model(released, tmp_path):
     ("name", "kind"),
     [
         ("vit_base_patch16_224", "architecture"),
-        ("vit_tiny_patch4_32_glyphs", "trained"),
+        ("vit_tiny_patch8_32_icons", "trained"),
     ],
 )
 def test_preset_of_another_kind(released, name, kind):

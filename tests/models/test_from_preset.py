@@ -70,9 +70,9 @@ def test_metadata(tmp_path):
 @pytest.mark.parametrize(
     "name",
     [
-        "limoe_tiny_patch4_8e_32_shapes",
+        "limoe_tiny_patch8_8e_32_icons",
         "soft_moe_micro_patch4_25e_20_letters",
-        "vmoe_tiny_patch4_16e_32_glyphs",
+        "vmoe_tiny_patch8_8e_32_icons",
     ],
 )
 def test_presets_take_pictures_of_any_size(name):

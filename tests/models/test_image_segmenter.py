@@ -223,7 +223,7 @@ def test_upcycled_from_its_preset(tmp_path):
 
 @tiny.LOADING
 def test_from_the_preset_of_a_classifier():
-    cls, name = models.ViTMoEImageSegmenter, "vmoe_tiny_patch4_16e_32_glyphs"
+    cls, name = models.ViTMoEImageSegmenter, "vmoe_tiny_patch8_8e_32_icons"
     model = cls.from_preset(name, num_classes=2)
     assert model.predict(images(32, 32), verbose=0).shape == (2, 32, 32, 2)
     assert isinstance(model.preprocessor, cls.preprocessor_cls)

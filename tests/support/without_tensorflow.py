@@ -76,7 +76,7 @@ def pairs():
 
 
 def files():
-    name = "soft_moe_tiny_patch4_16e_32_glyphs"
+    name = "soft_moe_tiny_patch8_16e_32_icons"
     model = ksm.models.ViTMoEImageClassifier.from_preset(name)
     assert model.predict(np.zeros((1, 32, 32, 3), "uint8"), verbose=0).shape[0] == 1
 
