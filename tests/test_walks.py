@@ -66,8 +66,8 @@ WALKS = {
     "token choice": (token_choice, 43, 19, 71),
     "soft": (soft, 27, 11, 50),
     # Keras reads all properties of a model that it loads or saves: also its pyramid.
-    "from_preset": (from_preset, 131, None, None),
-    "add_experts": (add_experts, 90, None, None),
+    "from_preset": (from_preset, 133, None, None),
+    "add_experts": (add_experts, 91, None, None),
     "save_to_preset": (save_to_preset, 49, None, None),
     "second fit": (second_fit, 82, None, None),
 }
