@@ -54,7 +54,7 @@ PRINTED = {
     "vmoe_at_low_capacity.py": ("MFLOP per image", "torch"),
 }
 PICTURES = {
-    "demo.py": 1,
+    "demo.py": 2,
     "inside_soft_moe.py": 9,
     "limoe_routing.py": 9,
     "segmentation.py": 1,
