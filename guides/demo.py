@@ -166,10 +166,15 @@ def find_by_words(path):
     chance = np.mean([np.mean(icons.labels == label) for label in present])
     first, among = is_right[:, 0].mean(), is_right.any(axis=1).mean()
     print(f"The first {PLACES} icons of {len(rows)} words, right ones framed:", path)
-    print("An icon is right if its authors gave it a name of that concept. Of all names of")
-    print(f"concepts among {len(icons.images):,} icons in new styles, {len(names)} in number,")
-    print(f"{first:.1%} find one of theirs in first place (chance {chance:.1%})")
-    print(f"and {among:.1%} among the first {PLACES}.")
+    print("An icon is right if its authors gave it a name of that concept.")
+    print(
+        f"Of the names of the {len(names)} concepts that {len(icons.images):,} icons in"
+    )
+    print(
+        f"new styles show, {first:.1%} find one of theirs in first place (chance",
+        end=" ",
+    )
+    print(f"{chance:.1%}) and {among:.1%} among the first {PLACES}.")
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ PRINTED = {
     "fit_on_a_small_dataset.py": ("a network with SoftMoE: accuracy", "torch"),
     "inside_soft_moe.py": ("report: build/soft_report.html", "torch"),
     "limoe_routing.py": ("block 3: 4 experts hold", "torch"),
-    "limoe_zero_shot.py": ("new combinations, of 64", "torch"),
+    "limoe_zero_shot.py": ("names of new concepts:", "torch"),
     "placing_experts.py": ("refused:", "jax"),
     "real_weights.py": ("activation: gelu, epsilon: 1e-06", "torch"),
     "released_vmoe_checkpoints.py": ("fine-tuned: loss", "torch"),
