@@ -40,7 +40,7 @@ PRINTED = {
     "demo.py": ("Done in", "jax"),
     "experts_in_any_model.py": ("experts in 2 of 4 MLPs (blocks 1, 3).", "torch"),
     "exporting.py": ("refused: Random routing cannot be exported", "torch"),
-    "few_shot_probing.py": ("expert choice against raw pixels at 2 shots:", "torch"),
+    "few_shot_probing.py": ("token choice against raw pixels at 2 shots:", "torch"),
     "fit_on_a_small_dataset.py": ("a network with SoftMoE: accuracy", "torch"),
     "inside_soft_moe.py": ("report: build/soft_report.html", "torch"),
     "limoe_routing.py": ("block 3: 4 experts hold", "torch"),
