@@ -115,7 +115,7 @@ for factor in CAPACITY_FACTORS:
     )
 
 """
-With room for all choices the order hardly matters. With half of the room and less,
+With room for all choices the order matters least. With half of the room and less,
 serving the surest patches first keeps four to five points of accuracy, as in the
 paper's figure 6, and half of the slots cost it next to nothing. This preset was trained
 with that order, so that vanilla routing is also new to it. Even with a tenth of the
@@ -125,7 +125,8 @@ patch without a slot still passes by the residual connection.
 ## Pictures
 
 The same numbers as a figure, and what is dropped: hatched patches are looked at by no
-expert of the block. For the picture four icons share the slots, not 32.
+expert of the block. For the picture four icons share the slots, not 32; so few crowd
+some of the experts, and even `C = 1.05` drops patches.
 """
 
 os.makedirs("build", exist_ok=True)
