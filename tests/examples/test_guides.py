@@ -71,7 +71,7 @@ def check(guide, folder):
     printed = run(guide, folder)
     assert PRINTED[guide][0] in printed
     # Between what is the same by another way: a file, a backend, fewer layers
-    for error in re.findall(r"largest difference[^:\n]*: ([-\d.e]+)", printed):
+    for error in re.findall(r"largest difference[^:\n]*: ([-+\d.e]+)", printed):
         assert float(error) < 1e-3, printed
     pictures = list((folder / "build").glob("*.png"))
     assert len(pictures) >= PICTURES.get(guide, 0)
