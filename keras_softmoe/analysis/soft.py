@@ -87,7 +87,7 @@ class SoftStatistics(NamedTuple):
 
     Examples:
         >>> block = ksm.analysis.analyze(soft, images).soft[3]
-        >>> block.dispatch.needed(0.9), block.combine.needed(0.9)  # of 64, of 64
+        >>> block.dispatch.needed(0.9), block.combine.needed(0.9)  # of 16, of 16
         >>> block.expert_contribution.max() / block.expert_contribution.min()
         >>> figure = block.plot("concentration", weights="combine")
     """
