@@ -186,11 +186,8 @@ class _SparseBlock:
 def _mixture(experts, x, scores, chosen):
     """Return the sums of the outputs of chosen experts, weighted by their scores.
 
-    Args:
-        experts: callable from rows sorted by expert and their numbers to outputs.
-        x: `(T, D)` tensor.
-        scores: `(T, E)` tensor.
-        chosen: `(T, K)` int tensor.
+    `experts` maps rows sorted by expert and their numbers to outputs, `x` is `(T, D)`,
+    `scores` `(T, E)` and `chosen` `(T, K)`.
     """
     routing = choice_routing(scores[None], chosen[None])
     outputs = experts(dispatch(x[None], routing), routing.count)

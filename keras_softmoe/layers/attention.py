@@ -12,25 +12,11 @@ from keras_softmoe.ops.selection import zero_padding
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class Attention(Layer):
-    """Multi-head attention of queries over tokens.
+    """Multi-head attention of `(B, Q, D)` queries over `(B, S, D)` tokens.
 
-    Unlike `keras.layers.MultiHeadAttention` it can normalize queries and keys.
-
-    Args:
-        num_heads: int, number of heads. Must divide the width.
-        use_qk_norm: bool, whether queries and keys are normalized (scales, no offset).
-        **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
-
-    Call arguments:
-        - `queries`: `(B, Q, D)` float tensor.
-        - `tokens`: `(B, S, D)` float tensor.
-        - `tokens_mask`: optional `(B, S)` bool tensor, `False` for no attention.
-
-    Returns:
-        `(B, Q, D)` tensor.
-
-    Raises:
-        ValueError: if `num_heads` is not a positive integer that divides the width.
+    Unlike `keras.layers.MultiHeadAttention` it can normalize queries and keys (scales,
+    no offset). `num_heads` must divide the width. A mask of the tokens is `(B, S)`
+    bool, `False` for no attention.
 
     Source: Dosovitskiy et al. 2021, appendix A; Dehghani et al. 2023, section 2 (norm).
     """

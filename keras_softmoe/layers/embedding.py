@@ -192,18 +192,9 @@ class PositionEmbedding(Layer):
 class TokenEmbedding(Layer):
     """Embed the tokens of a text and add learned position embeddings.
 
-    Args:
-        vocabulary_size: int, number of different tokens.
-        sequence_length: int `S`, tokens of a text.
-        output_dim: int, width `D` of a token.
-        mask_padding: bool, whether padding (id 0) is masked for the layers that follow,
-            as by `keras.layers.Embedding(mask_zero=True)`, or an ordinary token.
-        **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
-
-    Maps `(B, S)` ids to `(B, S, D)` tokens.
-
-    Raises:
-        ValueError: if a size is not a positive integer, or texts have another length.
+    Ids `(B, sequence_length)` become `(B, sequence_length, output_dim)` tokens. With
+    `mask_padding`, padding (id 0) is masked for the layers that follow, as by
+    `keras.layers.Embedding(mask_zero=True)`; else it is an ordinary token.
 
     Source: LIMoE, section 2; initial weights: Soft MoE's released code (two towers).
     """
@@ -298,16 +289,7 @@ class Registers(Layer):
     """Insert learned tokens that belong to no patch before the patches.
 
     For registers and DeiT's distillation token. They include position embeddings.
-
-    Args:
-        num_registers: int, number `R` of tokens.
-        has_class_token: bool, whether the first is a class token, which remains first.
-        **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
-
-    Maps `(B, S, D)` to `(B, S + R, D)`.
-
-    Raises:
-        ValueError: if `num_registers` is not a positive integer.
+    Tokens `(B, S, D)` become `(B, S + num_registers, D)`; a class token remains first.
 
     Source: Darcet et al. 2024 (registers), section 2.2; Touvron et al. 2021, section 4.
     """

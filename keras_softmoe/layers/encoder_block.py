@@ -152,16 +152,7 @@ class EncoderBlock(Layer):
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class LayerScale(Layer):
-    """Multiply each channel by a learned factor.
-
-    Args:
-        initial_value: float over 0, initial value of the factors.
-        **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
-
-    Maps `(..., D)` to `(..., D)`.
-
-    Raises:
-        ValueError: if `initial_value` is not a positive number.
+    """Multiply each channel of `(..., D)` by a learned factor, at first a positive one.
 
     Source: Touvron et al. 2021 (CaiT), section 2.1.
     """

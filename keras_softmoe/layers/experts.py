@@ -201,8 +201,7 @@ def _stages_of_slots(activation, is_one, is_gated):
 class EqualExperts(keras.initializers.Initializer):
     """Initializer that draws the weights of one expert for all of them.
 
-    Args:
-        initializer: `keras.initializers.Initializer` for a `(1, ...)` bank.
+    `initializer` is for a bank of one, `(1, ...)`.
     """
 
     def __init__(self, initializer):

@@ -17,12 +17,8 @@ from keras_softmoe.sharding.constraints import constrain, layout_of, num_shards
 def as_sequence(inputs, mask):
     """Return tokens as one sequence per image, with zeros for padding.
 
-    Args:
-        inputs: `(B, ..., D)` tensor. Of shape `(B, D)` each row is a token.
-        mask: `(B, ...)` bool tensor or `None`.
-
-    Returns:
-        `(B, S, D)` tokens and their `(B, S)` mask, or `None`.
+    Of `(B, ..., D)` inputs (of shape `(B, D)` each row is a token) and their mask or
+    `None` these are `(B, S, D)` tokens and their `(B, S)` mask or `None`.
     """
     shape = tuple(getattr(inputs, "shape", ()))
     if len(shape) != 3:
@@ -82,13 +78,7 @@ def check_mask(mask, shape):
 
 
 def group(inputs, mask, group_images, num_experts):
-    """Reshape images to groups.
-
-    Args:
-        inputs: `(B, S, D)` tensor.
-        mask: `(B, S)` bool tensor or `None`.
-        group_images: int, or `None` for the whole batch.
-        num_experts: int.
+    """Reshape `(B, S, D)` images, with a `(B, S)` mask or `None`, to groups.
 
     Returns:
         `(G, S, D)` tokens; the `(G, S)` mask of real tokens, or `None`; and the
@@ -165,13 +155,7 @@ def _count(mask):
 
 
 def warn_of_split_groups(layer, batch, groups):
-    """Warn if images divide evenly among the devices, but groups do not.
-
-    Args:
-        layer: `MoE`.
-        batch: number of images.
-        groups: number of groups.
-    """
+    """Warn if a batch of a `MoE` divides among the devices, but its groups do not."""
     sharding = layout_of(f"{layer.experts.path}/slots_of_groups")
     if sharding is None or not (isinstance(batch, int) and isinstance(groups, int)):
         return
@@ -195,17 +179,9 @@ def warn_of_split_groups(layer, batch, groups):
 def by_expert(function, slots, path, sharded):
     """Apply a function to the slots of each expert, in all groups at once.
 
+    The function maps `(E, N, D)` to that shape, slots and results are `(G, E, C, D)`.
     Under a distribution with layouts for `slots_of_groups` and `slots_of_experts` below
-    the path, slots are sent to the devices of the experts and back.
-
-    Args:
-        function: callable from `(E, N, D)` to a tensor of that shape.
-        slots: `(G, E, C, D)` tensor.
-        path: str, the path of the layer.
-        sharded: bool, whether a distribution is active.
-
-    Returns:
-        `(G, E, C, D)` tensor.
+    the path of the layer, slots are sent to the devices of the experts and back.
     """
     _, num_experts, capacity, width = slots.shape
     if sharded:

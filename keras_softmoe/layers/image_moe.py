@@ -90,13 +90,9 @@ class ImageMoE(MoE):
 def images_as_tokens(tokens, mask):
     """Return images as groups of one token, for a router that decides for images.
 
-    Args:
-        tokens: `(B, S, D)` tensor, zero where masked.
-        mask: `(B, S)` bool tensor or `None`.
-
-    Returns:
-        The means of the tokens, `(B, 1, D)` in float32; all tokens in one vector,
-        `(B, 1, S * D)`; and the `(B, 1)` mask of images with any token, or `None`.
+    Of `(B, S, D)` tokens, zero where a `(B, S)` mask is `False`, these are the means in
+    float32, `(B, 1, D)`; all tokens in one vector, `(B, 1, S * D)`; and the `(B, 1)`
+    mask of images with any token, or `None` without a mask.
     """
     _, num_tokens, width = tokens.shape
     vectors = reshape(tokens, (-1, 1, num_tokens * width))
@@ -114,11 +110,8 @@ def images_as_tokens(tokens, mask):
 def slots_of_images(experts, slots, axes: Sequence[int], **known):
     """Apply experts to slots that hold whole images.
 
-    Args:
-        experts: `Experts` (a token is a slot) or `TemplateExperts` (an image is a map).
-        slots: `(G, E, C, S * D)` tensor, or sorted rows `(N, S * D)`.
-        axes: tuple of int: the axes of tokens, and `D`.
-        **known: other arguments of the call.
+    For `Experts` a token is a slot, for `TemplateExperts` an image is a map. Slots are
+    `(G, E, C, S * D)`, or rows `(N, S * D)`; `axes` are those of tokens, and `D`.
     """
     *before, last = slots.shape
     num_tokens = math.prod(axes[:-1])

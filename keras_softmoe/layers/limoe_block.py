@@ -13,19 +13,9 @@ class LIMoEBlock(EncoderBlock):
     """Encoder block for tokens of several modalities.
 
     Attention and an MLP are applied to each modality. A `MoE` routes all together.
-
-    Args:
-        num_heads, mlp, ...: all as in `EncoderBlock`.
-
-    Call arguments:
-        - `inputs`: dict from modalities (`"image"`, `"text"`) to `(B, S, D)` tensors.
-        - `mask`: optional dict from some of them to `(B, S)` bool tensors.
-
-    Returns:
-        dict like the input.
-
-    Raises:
-        ValueError: if the batch sizes or widths of the modalities differ.
+    Arguments are those of `EncoderBlock`. Inputs and outputs are dicts from modalities
+    (`"image"`, `"text"`) to `(B, S, D)` tensors, a mask one from some of them to
+    `(B, S)` bool tensors. Batch sizes and widths are equal, or there is an error.
 
     Source: LIMoE, section 2.
     """
@@ -90,11 +80,7 @@ LIMoEBlock.__name__ = "EncoderBlock"
 
 
 def join(parts):
-    """Concatenate the `(B, S, D)` tokens of modalities along the tokens.
-
-    Raises:
-        ValueError: if their batch sizes differ.
-    """
+    """Concatenate the `(B, S, D)` tokens of modalities, or raise if batches differ."""
     sizes = {x.shape[0] for x in parts if isinstance(x.shape[0], int)}
     if len(sizes) > 1:
         shapes = [tuple(x.shape) for x in parts]

@@ -20,12 +20,9 @@ TEXT_POOLINGS = ("last", "first", "gap", "gmp", "map")
 def pool(tokens, pooling, attention_pooling=None, mask=None, num_registers=0):
     """Pool `(B, S, D)` tokens to `(B, D)`.
 
-    Args:
-        tokens: `(B, S, D)` tensor.
-        pooling: `"token"`, `"first"`, `"last"`, `"gap"` (mean), `"gmp"` or `"map"`.
-        attention_pooling: `AttentionPooling` layer for `"map"`.
-        mask: optional `(B, S)` bool tensor, `False` to leave out. Zeros if no token is.
-        num_registers: int, leading tokens that are left out of `"first"` and `"gap"`.
+    Poolings are `"token"`, `"first"`, `"last"`, `"gap"` (mean), `"gmp"` and `"map"`, by
+    an `AttentionPooling`. A `(B, S)` bool mask is `False` for tokens to leave out; the
+    result is zero if no token is left. `"first"` and `"gap"` leave out registers.
     """
     if pooling == "map":
         return attention_pooling(tokens, mask=mask)
@@ -77,18 +74,11 @@ def _pool_masked(tokens, pooling, mask):
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class FeatureMap(Layer):
-    """Map of the patches of an image, resized without weights.
+    """Map of the patches of an image, resized from a grid without weights.
 
     A smaller map has the maximum of each window, as the coarsest one of ViTDet, if the
-    windows have one size. All others are interpolated (bilinear).
-
-    Args:
-        grid: `(rows, columns)` of patches.
-        size: `(height, width)` of the map.
-        num_others: int, number of leading tokens that are no patches.
-        **kwargs: `name`, `trainable` and `dtype`, as in `keras.layers.Layer`.
-
-    Maps `(B, S, D)` to `(B, height, width, D)`.
+    windows have one size. All others are interpolated (bilinear). `(B, S, D)` tokens,
+    the first `num_others` of which are no patches, become `(B, height, width, D)`.
 
     Source: Li et al. 2022 (ViTDet), section 3, where deconvolutions enlarge maps.
     """
@@ -198,17 +188,9 @@ class AttentionPooling(Layer):
 class ContrastiveScale(Layer):
     """Learned scale (inverse temperature) and optional bias of similarities.
 
-    Both are scalars, repeated for each row so that they can be outputs of a model.
-
-    Args:
-        scale: float, initial scale. Its logarithm is the trained weight.
-        bias: float or `None`, initial bias; `None` for none.
-        **kwargs: `name` and `trainable`, as in `keras.layers.Layer`.
-
-    Maps `(B, D)` embeddings to a dict of `(B,)` `"logit_scale"` (and `"logit_bias"`).
-
-    Raises:
-        ValueError: if the scale is not positive.
+    Both are scalars, repeated for each row so that they can be outputs of a model: of
+    `(B, D)` embeddings `"logit_scale"` and, with a bias, `"logit_bias"`, `(B,)`. The
+    logarithm of the scale, a positive number at first, is the trained weight.
 
     Source: LIMoE, appendix A (scale); Zhai et al. 2023 (SigLIP), section 3.2 (bias).
     """

@@ -171,24 +171,17 @@ def weights_follow(file_bytes):
     """Scope in which backbones are made whose weights are all loaded afterwards.
 
     They start as zeros, apart from new heads. A configuration can claim more weights
-    than any memory holds: what the files cannot fill is refused and not built.
-
-    Args:
-        file_bytes: int, the size of the files with the weights; `None` without any.
+    than any memory holds: what files of this size cannot fill is refused and not built.
+    The size is `None` without any.
     """
     return during(_FILE_BYTES, file_bytes)
 
 
 def check_size(architecture, name):
-    """Raise if a model is too large to be built.
+    """Raise if a model has more weights than its files hold, or than the memory.
 
-    Args:
-        architecture: the record of the model.
-        name: str or `None`, name of the model.
-
-    Raises:
-        ValueError: if the model has more weights than the files hold, or than this
-            machine's memory (unless on accelerators, or sharded over machines).
+    Memory is this machine's, unless weights lie on accelerators or are sharded over
+    machines. `architecture` is the record of the model, `name` may be `None`.
     """
     weights, file_bytes = architecture.least_weights, _FILE_BYTES.get()
     if file_bytes is not None and weights > _WEIGHTS_PER_BYTE * file_bytes + _RESAMPLED:

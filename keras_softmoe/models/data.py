@@ -237,8 +237,7 @@ def checked_class_weight(class_weight, num_classes):
 def as_arrays(data):
     """Convert numbers, strings or images to NumPy arrays.
 
-    Args:
-        data: array or tensor; PIL image (a batch of one); list of them; dict of these.
+    `data` is an array, tensor or PIL image (a batch of one), a list or a dict of them.
     """
     if type(data) is np.ndarray and data.dtype.kind != "U":
         return data

@@ -224,10 +224,8 @@ class RoutingLoss:
 class _DropWarning(keras.callbacks.Callback):
     """Callback that warns once of dropped tokens and idle experts.
 
-    It looks at a batch after the first epoch and the last.
-
-    Args:
-        first_inputs: function that returns a batch of inputs of the model, or `None`.
+    It looks at a batch after the first epoch and the last, the result of a function; no
+    batch is `None`.
     """
 
     def __init__(self, first_inputs):

@@ -244,10 +244,7 @@ def gates_of_slots(scores, token, filled):
 
 
 def identity(num_groups, num_tokens, num_experts):
-    """Assign token `s` to slot `s // E` of expert `s % E`.
-
-    Returns:
-        `token` `(G, E, S / E)` int32 and `filled` `(G, E, S / E)` bool.
+    """Assign token `s` to slot `s // E` of expert `s % E`, both `(G, E, S / E)`.
 
     Source: Soft MoE, section 3.6 and appendix A ("Identity").
     """

@@ -7,16 +7,9 @@ from keras import ops
 def softmax_contrastive_loss(logits):
     """Return the cross-entropy of matching images to captions and captions to images.
 
-    Args:
-        logits: `(B, B)` float tensor, scaled similarities of images (rows) and captions
-            (columns); pairs lie on the diagonal.
-
-    Returns:
-        `(B,)` tensor: for pair `i` the mean of the cross-entropies of row `i` and of
-        column `i`. The training loss is its mean.
-
-    Raises:
-        ValueError: if the matrix is not square, or there is a single pair.
+    Logits are `(B, B)` scaled similarities of images (rows) and captions (columns);
+    pairs, two or more, lie on the diagonal. The loss is `(B,)`: for pair `i` the mean
+    of the cross-entropies of row `i` and of column `i`. The training loss is its mean.
 
     Source: LIMoE, section 2.1; Radford et al. 2021 (CLIP), section 2.3.
     """
@@ -30,16 +23,8 @@ def softmax_contrastive_loss(logits):
 def sigmoid_contrastive_loss(logits):
     """Return the binary cross-entropy of "image and caption belong together".
 
-    Args:
-        logits: `(B, B)` float tensor, scaled (and shifted) similarities of images
-            (rows) and captions (columns); pairs lie on the diagonal.
-
-    Returns:
-        `(B,)` tensor: for image `i` the sum over all captions. The training loss is its
-        mean.
-
-    Raises:
-        ValueError: as `softmax_contrastive_loss`.
+    Logits are as in `softmax_contrastive_loss`, and may be shifted. The loss is `(B,)`:
+    for image `i` the sum over all captions. The training loss is its mean.
 
     Source: Zhai et al. 2023 (SigLIP), section 3.2.
     """

@@ -35,10 +35,8 @@ _LARGE = 5 * 2**20
 def compiled_on_jax(*static):
     """Return a decorator that compiles a function once for its shapes on JAX.
 
-    Without it, JAX compiles a loop in the function again in every eager call.
-
-    Args:
-        *static: str, names of arguments that are not tensors.
+    Without it, JAX compiles a loop in the function again in every eager call. `static`
+    are names of arguments that are not tensors.
     """
 
     def decorate(fn):
@@ -54,20 +52,13 @@ def compiled_on_jax(*static):
 def affine(x, kernel, bias=None, sharded=False):
     """`matmul(x, kernel) + bias`, for one matrix or a stack.
 
+    `(..., D)` by `(D, H)` is `(..., H)`, with a bias `(H,)`; `(E, N, D)` by a stack
+    `(E, D, H)` is `(E, N, H)`, with a bias `(E, 1, H)`. A stack that may be sharded is
+    computed at once: chunks would be copied to every device.
+
     The rows of all images are one matrix: with a separate axis of images, XLA's
     gradient of the kernel takes up to 1.5 times as long on a CPU. For stacks with few
     rows see `_product_of_few_rows`. PyTorch adds the bias within the product.
-
-    Args:
-        x: `(..., D)` tensor, or `(E, N, D)` with a stack.
-        kernel: `(D, H)` tensor, or a stack `(E, D, H)`.
-        bias: `(H,)` tensor, or `(E, 1, H)` with a stack; or `None`.
-        sharded: bool, whether a stack may be sharded over devices along its first axis.
-            Its products are then computed at once: chunks would be copied to every
-            device.
-
-    Returns:
-        `(..., H)` tensor, or `(E, N, H)`.
     """
     if isinstance(kernel, keras.Variable):
         # With factors of LoRA it is a tensor.
@@ -138,10 +129,8 @@ def layer_norm(x, gamma, beta, epsilon):
 def patches(images, kernel, bias):
     """Compute `keras.ops.conv` of patches that do not overlap, `(B, rows, columns, D)`.
 
-    Args:
-        images: `(B, height, width, channels)` tensor.
-        kernel: `(rows, columns, channels, D)` tensor, rows and columns of a patch.
-        bias: `(D,)` tensor.
+    Images are `(B, height, width, channels)`, the kernel `(rows, columns, channels, D)`
+    with rows and columns of a patch, the bias `(D,)`.
     """
     stride = tuple(kernel.shape[:2])
     if keras.backend.backend() != "torch" or only_finds_shapes():
@@ -156,18 +145,12 @@ def patches(images, kernel, bias):
 def attend(query, key, value, mask=None):
     """Compute `keras.ops.dot_product_attention`, with a softmax in float32 or more.
 
+    Queries are `(B, Q, heads, head_dim)`, as is the result; keys and values
+    `(B, S, heads, head_dim)`. A `(B, S)` bool mask is `False` for tokens without
+    attention, and is ignored for images without a `True`.
+
     JAX has a fused kernel on accelerators; on CPUs plain products are faster. PyTorch
     has one for both, for which Keras would copy the operands.
-
-    Args:
-        query: `(B, Q, heads, head_dim)` tensor.
-        key: `(B, S, heads, head_dim)` tensor.
-        value: `(B, S, heads, head_dim)` tensor.
-        mask: optional `(B, S)` bool tensor, `False` for tokens without attention;
-            ignored for images without a `True`.
-
-    Returns:
-        `(B, Q, heads, head_dim)` tensor.
     """
     if mask is not None:
         # The mean of no tokens would be 0 / 0.
@@ -266,15 +249,9 @@ def is_jax_on_nvidia():
 def chunked_map(fn, operands, sharded=False):
     """`fn(*operands)`, computed in chunks of the first axis if that is faster.
 
-    It is faster on CPUs, whose caches hold the intermediate results of a chunk.
-
-    Args:
-        fn: callable that computes each element along the first axis separately.
-        operands: list of tensors with the same first axis. The first is `(E, N, D)`.
-        sharded: bool, see `affine`. If `True`, there are no chunks.
-
-    Returns:
-        Tensor, the result of `fn`.
+    It is faster on CPUs, whose caches hold the intermediate results of a chunk. `fn`
+    computes each element along the first axis separately, and the first operand is
+    `(E, N, D)`. If `sharded`, see `affine`, there are no chunks.
     """
     count, rows, width = operands[0].shape
     size = _CHUNK_OF_MANY_ROWS
@@ -336,13 +313,8 @@ def _with_gradients_of(quick, fn):
 def add_rows(rows, index, num_rows):
     """Compute `keras.ops.segment_sum`, without PyTorch's check and slow gradient.
 
-    Args:
-        rows: `(N, D)` tensor.
-        index: `(N,)` int32 tensor, the place of each row, in `[0, num_rows)`.
-        num_rows: int (or scalar int tensor), the number of places.
-
-    Returns:
-        `(num_rows, D)` tensor, with zeros for places without rows.
+    `(N, D)` rows go to the places `index`, `(N,)` int32 in `[0, num_rows)`; others of
+    the `(num_rows, D)` result are zeros.
     """
     if keras.backend.backend() == "torch":
         return rows.new_zeros((num_rows, rows.shape[1])).index_add(0, index, rows)
@@ -350,16 +322,9 @@ def add_rows(rows, index, num_rows):
 
 
 def take_rows(rows, index):
-    """Compute `keras.ops.take` of the first axis.
+    """Compute `keras.ops.take` of the first axis, `(N, D)` by `(M,)` to `(M, D)`.
 
     On PyTorch, Keras looks for negative indices first, and converts all.
-
-    Args:
-        rows: `(N, D)` tensor.
-        index: `(M,)` int tensor.
-
-    Returns:
-        `(M, D)` tensor.
     """
     if keras.backend.backend() == "torch":
         return rows.index_select(0, index)
@@ -421,13 +386,6 @@ def softmax(logits, axis=-1):
     """`keras.ops.softmax` without its warning for an axis of size one.
 
     Such an axis, of a single expert, slot or token, is intended.
-
-    Args:
-        logits: float tensor.
-        axis: int.
-
-    Returns:
-        Tensor like `logits`, which sums to one along the axis.
     """
     if logits.shape[axis] == 1:
         return ops.ones_like(logits)

@@ -5,23 +5,12 @@ from keras import ops
 
 
 def sincos_2d_table(rows, columns, width, temperature=10000.0):
-    """Return fixed two-dimensional sine and cosine position embeddings.
+    """Return fixed sine and cosine embeddings of `(rows * columns, width)` patches.
 
     For the patch in row `y` and column `x` and frequencies
     `w_i = temperature ** (-i / (width / 4 - 1))` the row of the table is
-    `[sin(x w), cos(x w), sin(y w), cos(y w)]`.
-
-    Args:
-        rows: int, rows of patches.
-        columns: int, columns of patches.
-        width: int, width of the embedding: a multiple of 4, at least 8.
-        temperature: float, the largest wavelength in patches divided by 2 pi.
-
-    Returns:
-        `(rows * columns, width)` float32 NumPy array, row by row.
-
-    Raises:
-        ValueError: if the width is invalid.
+    `[sin(x w), cos(x w), sin(y w), cos(y w)]`, float32. The width is a multiple of 4,
+    at least 8, and the largest wavelength in patches is `2 pi temperature`.
 
     Source: the fixed embeddings of Soft MoE's released code; Beyer et al. 2022
     (Better plain ViT baselines for ImageNet-1k).
@@ -39,19 +28,10 @@ def sincos_2d_table(rows, columns, width, temperature=10000.0):
 
 
 def resample_position_grid(grid, height, width, resampling="bilinear"):
-    """Resize a grid of position embeddings.
+    """Resize a `(h, w, D)` grid of position embeddings to `(height, width, D)`.
 
-    Args:
-        grid: `(h, w, D)` float tensor or array.
-        height: int, new number of rows.
-        width: int, new number of columns.
-        resampling: one of `RESAMPLINGS`, see `layers.PositionEmbedding`.
-
-    Returns:
-        `(height, width, D)` tensor.
-
-    Source: V-MoE, section 4.4, after Dosovitskiy et al. 2021, section 3.2; for the
-    cubic kernel, Keys 1981.
+    `resampling` is one of `RESAMPLINGS`, see `layers.PositionEmbedding`. Source: V-MoE,
+    section 4.4, after Dosovitskiy et al. 2021, section 3.2; cubic kernel: Keys 1981.
     """
     grid, weights = ops.convert_to_tensor(grid), _INTERPOLATIONS[resampling]
     rows = ops.cast(weights(grid.shape[0], height), grid.dtype)

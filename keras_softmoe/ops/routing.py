@@ -285,12 +285,10 @@ def _experts_first(x):
 
 
 def choice_routing(scores, chosen, kept=None):
-    """Return the `ChoiceRouting` of given choices.
+    """Return the `ChoiceRouting` of given choices, experts `(G, S, K)` int32.
 
-    Args:
-        scores: `(G, S, E)` float tensor, whose entries are the gates.
-        chosen: `(G, S, K)` int32 tensor, the experts of each token.
-        kept: optional `(G, S)` bool tensor, `False` for padding and skipped tokens.
+    Their gates are those of `(G, S, E)` scores. `kept` is a `(G, S)` bool tensor,
+    `False` for padding and skipped tokens, or `None`.
     """
     num_experts = scores.shape[-1]
     gate = take_along(scores, chosen, axis=-1)

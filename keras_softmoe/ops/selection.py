@@ -72,14 +72,11 @@ def top_indices(scores, k, sharded=False):
 
 
 def zero_padding(values, valid):
-    """Replace padding by zeros.
+    """Replace padding by zeros: `(G, S, N)` values where `valid` is `False`.
 
     Call it before a sum over tokens or a product with a matrix: NaN and infinity would
     survive a later multiplication by a mask, and a later selection in gradients.
-
-    Args:
-        values: `(G, S, N)` float tensor.
-        valid: `(G, S)` or `(1, S)` bool tensor, `False` for padding; `None` for none.
+    `valid` is a `(G, S)` or `(1, S)` bool tensor, or `None` for no padding.
     """
     if valid is None:
         return values
@@ -87,13 +84,9 @@ def zero_padding(values, valid):
 
 
 def with_real_first(scores, valid):
-    """Return scores that rank every token before padding.
+    """Return scores that rank every token before padding, where `valid` is `False`.
 
     -inf and NaN become the lowest number, and padding -inf.
-
-    Args:
-        scores: float tensor.
-        valid: bool tensor that broadcasts to it, `False` for padding.
     """
     lowest = least(scores)
     scores = where(scores > lowest, scores, lowest)

@@ -309,11 +309,7 @@ def _checked_threshold(threshold, soft_minimum):
 def checked_losses(losses, num_experts, scores, assignment):
     """Return the losses of a router as a tuple, deserialized if necessary.
 
-    Args:
-        losses: sequence of `RoutingLoss`es, or of their configurations.
-        num_experts: int, number of experts in the probabilities.
-        scores: policy of scores.
-        assignment: policy of assignment.
+    `num_experts` counts those in the probabilities.
     """
     losses = [
         keras.saving.deserialize_keras_object(loss) if isinstance(loss, dict) else loss
@@ -359,9 +355,8 @@ def serialize_loss(loss):
 def with_losses(config, default):
     """Return a router's configuration with `losses` in place of `FORMER_WEIGHTS`.
 
-    Args:
-        config: dict, from a file of any version.
-        default: the default losses of the router, for weights that are left out.
+    The configuration is from a file of any version; losses whose weights it leaves out
+    have those in `default`.
     """
     named = {name: config[name] for name in FORMER_WEIGHTS if name in config}
     # Weights that are left out have their default.

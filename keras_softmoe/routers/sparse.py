@@ -145,15 +145,10 @@ class SparseRouter(Router, PolicySettings):
         return self._decide(tokens, valid, training, num_tokens, {})
 
     def _decide(self, tokens, valid, training, num_tokens, masks):
-        """Return the `Decision` for `(G, S, D)` tokens.
+        """Return the `Decision` for `(G, S, D)` tokens, `valid` ones and padding.
 
-        Args:
-            tokens: `(G, S, D)` tensor.
-            valid: `(G, S)` bool tensor or `None`.
-            training: bool.
-            num_tokens: `(G,)` int tensor or `None`, see `Router.knows_num_tokens`.
-            masks: dict from the modalities of a LIMoE to the `(1, S)` masks of their
-                tokens.
+        `num_tokens` is `(G,)` ints or `None`, see `Router.knows_num_tokens`; `masks` a
+        dict from the modalities of a LIMoE to the `(1, S)` masks of their tokens.
         """
         group_tokens, sharded = tokens.shape[1], is_distributed()
         # 1. Logits: the score of each expert for each token, (G, S, E)

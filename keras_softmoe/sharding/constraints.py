@@ -42,15 +42,8 @@ def replicate(tensor, axis, path):
     """Replicate a tensor that is sharded along an axis, by a sum instead of a gather.
 
     Each device adds its own shard to zeros. That moves twice the bytes of a gather, but
-    an all-gather in a compiled step then always means that something is wrong.
-
-    Args:
-        tensor: small tensor of a known shape.
-        axis: int, the sharded axis, not negative.
-        path: str, path of the layout of the replicated tensor.
-
-    Returns:
-        A tensor equal to the one given.
+    an all-gather in a compiled step then always means that something is wrong. The
+    tensor is small, of a known shape; `path` is that of the layout of the result.
     """
     if layout_of(path) is None:
         return tensor
