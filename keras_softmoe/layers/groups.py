@@ -17,8 +17,8 @@ from keras_softmoe.sharding.constraints import constrain, layout_of, num_shards
 def as_sequence(inputs, mask):
     """Return tokens as one sequence per image, with zeros for padding.
 
-    Of `(B, ..., D)` inputs (of shape `(B, D)` each row is a token) and their mask or
-    `None` these are `(B, S, D)` tokens and their `(B, S)` mask or `None`.
+    Inputs are `(B, ..., D)`, or `(B, D)` with a token in each row, with a mask or
+    `None`. The result is `(B, S, D)` tokens and their `(B, S)` mask or `None`.
     """
     shape = tuple(getattr(inputs, "shape", ()))
     if len(shape) != 3:

@@ -90,9 +90,9 @@ class ImageMoE(MoE):
 def images_as_tokens(tokens, mask):
     """Return images as groups of one token, for a router that decides for images.
 
-    Of `(B, S, D)` tokens, zero where a `(B, S)` mask is `False`, these are the means in
-    float32, `(B, 1, D)`; all tokens in one vector, `(B, 1, S * D)`; and the `(B, 1)`
-    mask of images with any token, or `None` without a mask.
+    Tokens are `(B, S, D)`, zero where the `(B, S)` mask is `False`. The result is their
+    means in float32, `(B, 1, D)`; all tokens in one vector, `(B, 1, S * D)`; and a
+    `(B, 1)` mask of images with any token, or `None` without a mask.
     """
     _, num_tokens, width = tokens.shape
     vectors = reshape(tokens, (-1, 1, num_tokens * width))

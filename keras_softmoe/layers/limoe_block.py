@@ -14,8 +14,8 @@ class LIMoEBlock(EncoderBlock):
 
     Attention and an MLP are applied to each modality. A `MoE` routes all together.
     Arguments are those of `EncoderBlock`. Inputs and outputs are dicts from modalities
-    (`"image"`, `"text"`) to `(B, S, D)` tensors, a mask one from some of them to
-    `(B, S)` bool tensors. Batch sizes and widths are equal, or there is an error.
+    (`"image"`, `"text"`) to `(B, S, D)` tensors of equal batch sizes and widths; an
+    optional mask is a dict from some of them to `(B, S)` bool tensors.
 
     Source: LIMoE, section 2.
     """

@@ -188,9 +188,9 @@ class AttentionPooling(Layer):
 class ContrastiveScale(Layer):
     """Learned scale (inverse temperature) and optional bias of similarities.
 
-    Both are scalars, repeated for each row so that they can be outputs of a model: of
-    `(B, D)` embeddings `"logit_scale"` and, with a bias, `"logit_bias"`, `(B,)`. The
-    logarithm of the scale, a positive number at first, is the trained weight.
+    Both are scalars, repeated for each row of `(B, D)` embeddings so that they can be
+    outputs of a model: a dict of `"logit_scale"` and, with a bias, `"logit_bias"`, each
+    `(B,)`. The trained weight is the logarithm of the scale, which starts positive.
 
     Source: LIMoE, appendix A (scale); Zhai et al. 2023 (SigLIP), section 3.2 (bias).
     """

@@ -224,8 +224,8 @@ class RoutingLoss:
 class _DropWarning(keras.callbacks.Callback):
     """Callback that warns once of dropped tokens and idle experts.
 
-    It looks at a batch after the first epoch and the last, the result of a function; no
-    batch is `None`.
+    It looks at a batch after the first epoch and the last: the result of a function,
+    `None` without one.
     """
 
     def __init__(self, first_inputs):

@@ -30,8 +30,14 @@ _FEWEST = 16
 def grouped_affine(rows, kernel, bias=None, count=None):
     """Return `matmul(rows, kernel[e]) + bias[e]` for the rows of each expert `e`.
 
-    Rows are `(N, D)`: first the `count[0]` rows of expert 0, then those of expert 1,
-    ... Kernels are `(E, D, H)`, biases `(E, 1, H)` or `None`, the result `(N, H)`.
+    Args:
+        rows: `(N, D)` tensor: first those of expert 0, then those of expert 1, ...
+        kernel: `(E, D, H)` tensor.
+        bias: `(E, 1, H)` tensor, or `None`.
+        count: `(E,)` int32 tensor, rows of each expert. They add up to `N`.
+
+    Returns:
+        `(N, H)` tensor.
     """
     if bias is None:
         bias = ops.zeros((kernel.shape[0], 1, kernel.shape[2]), rows.dtype)
@@ -43,13 +49,21 @@ def map_experts(all_at_once, stages, rows, weights, count):
     """Return the outputs of experts for rows sorted by expert.
 
     On a CPU, JAX, and PyTorch without gradients, compute one expert after another, so
-    that caches hold its hidden activations. Rows and counts are as in `grouped_affine`,
-    `all_at_once` maps `(rows, *weights)` to the outputs.
+    that caches hold its hidden activations.
 
-    `stages` is a tuple of callables that compute the same for slots, `(E, N, D)`, one
-    after another, each with its weights, a tuple of `(E, ...)` tensors. They are the
-    same callables in every call, as JAX compiles them. Results between stages are kept
-    for gradients, those inside of a stage are recomputed.
+    Args:
+        all_at_once: callable from `(rows, *weights)` to the outputs.
+        stages: tuple of callables that compute the same for slots, `(E, N, D)`, one
+            after another, each with its weights; the same callables in every call, as
+            JAX compiles them. Results between stages are kept for gradients, those
+            inside of a stage are recomputed.
+        rows: `(N, D)` tensor, see `grouped_affine`.
+        weights: tuple with a tuple for each stage, of tensors whose first axis is that
+            of experts.
+        count: `(E,)` int32 tensor.
+
+    Returns:
+        `(N, D)` tensor.
     """
     if keras.backend.backend() == "torch":
         is_eager = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
@@ -331,10 +345,19 @@ def _for_all_experts(fn, xs, weights, count, sizes, widths, of_weights=False):
     few sizes: the smallest that holds them all, or several of the largest. Two experts
     with similar numbers of rows are computed at a time, which is faster than one.
 
-    `fn` maps rows (`xs`) and weights of some experts to results for rows and, if
-    `of_weights`, for weights: two lists. Rows beyond those of an expert are zeros in
-    the last of `xs`, and rows of other experts in the others. Here `xs`, and results
-    for rows (of these `widths`), are padded by the largest of the ascending `sizes`.
+    Args:
+        fn: callable `(xs, weights)` for some experts, which returns a list of results
+            for rows and one of results for weights. Rows beyond those of an expert are
+            zeros in the last of `xs`, and rows of other experts in the others.
+        xs: list of tensors of rows, padded by the largest size.
+        weights: tuples of `(E, ...)` tensors.
+        count: `(E,)` tensor.
+        sizes: list of ints, ascending.
+        widths: list of ints, of the results for rows.
+        of_weights: bool, whether there are results for weights, one for each.
+
+    Returns:
+        Two lists: the results for rows, padded as `xs`, and for weights.
     """
     import jax
     from jax import lax, numpy as jnp

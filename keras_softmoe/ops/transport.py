@@ -264,9 +264,16 @@ def _project(points, mass, count, sharded, excess, start):
     """Return the nearest points of a mass with at most `k` non-zeros, plus a start.
 
     They are not negative, and the last axis of each adds up to its mass. Ties for the
-    last non-zero go to the lower index. Points are `(G, E, S)`, the mass `(G, 1, 1)`,
-    counts 1, 2, ... `k`. `excess` is infinite for non-zeros that groups may not have, 0
-    for others, `(G, 1, k)`, or `None`; the start a number, or a tensor like the points.
+    last non-zero go to the lower index.
+
+    Args:
+        points: `(G, E, S)` tensor.
+        mass: `(G, 1, 1)` tensor.
+        count: `(k,)` tensor, 1, 2, ... `k`.
+        sharded: bool, see `token_choice`.
+        excess: optional `(G, 1, k)` tensor, infinity for non-zeros that groups may not
+            have, 0 for others.
+        start: number, or a tensor like `points`.
     """
     k, is_torch = count.shape[0], keras.backend.backend() == "torch"
     # (G, E, k), descending

@@ -54,10 +54,14 @@ class ExpertChoice:
     def assign(self, selection, chosen, slots, *, valid, masks, seed, sharded):
         """Return `token` and `filled` of a `SlotRouting`, `(G, E, C)` each.
 
-        Choices (of `choose`) are ordered by `(G, S, E)` scores, `selection`. `valid`
-        is a `(G, S)` bool tensor or `None`, `masks` a dict from modalities to the
-        `(1, S)` masks of their tokens, `slots` the number of an expert, and `sharded`
-        as in `ops.token_choice`.
+        Args:
+            selection: `(G, S, E)` tensor, the scores by which choices are ordered.
+            chosen: the result of `choose`.
+            slots: int, number of slots of an expert.
+            valid: `(G, S)` bool tensor or `None`.
+            masks: dict from modalities to the `(1, S)` masks of their tokens.
+            seed: `keras.random.SeedGenerator`.
+            sharded: bool, see `ops.token_choice`.
         """
         return best_tokens(selection, slots, valid, sharded)
 

@@ -119,8 +119,11 @@ class Capacity:
     def slots(self, factor, num_tokens, choices, num_experts):
         """Return the slots of an expert: at most one for each token of a group.
 
-        `factor` are slots per choice (`None`: as many as tokens), and `choices` are
-        those of a token.
+        Args:
+            factor: float or `None`, slots per choice.
+            num_tokens: int, number of tokens in a group.
+            choices: int, number of choices of a token.
+            num_experts: int, number of experts.
         """
         if factor is None:
             return num_tokens
@@ -184,10 +187,15 @@ class Softmax(Scores):
     noise_std: float = 0.0
 
     def selection(self, logits, probabilities, slots, valid, limit):
-        """Return the `(G, S, E)` scores that choose, of logits with noise in training.
+        """Return the `(G, S, E)` scores that choose.
 
-        Both the logits and their `probabilities` are `(G, S, E)`, `valid` is a `(G, S)`
-        bool tensor or `None`. An expert has `slots`, or `limit`, `(G,)` ints.
+        Args:
+            logits: `(G, S, E)` tensor, with noise in training.
+            probabilities: `(G, S, E)` tensor, `Scores.probabilities` of them.
+            slots: int, number of slots of an expert.
+            valid: `(G, S)` bool tensor or `None`.
+            limit: `(G,)` int tensor, number of slots in each group, or `None` if all
+                groups have `slots`.
         """
         return probabilities
 
