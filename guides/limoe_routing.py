@@ -54,9 +54,8 @@ LAST = max(model.backbone.moe_layers)
 ## Load
 
 Pairs are routed together, as in training, in groups of 32: each has 16 patches and a
-name of mostly one or two pieces of words. Every expert has the same number of slots.
-What chose an expert beyond them is dropped. The dashed line counts a slot for padding,
-too: names are padded to 12 pieces, and only slots for real tokens are filled.
+name of mostly one or two pieces of words, without its padding. Every expert has the
+same number of slots, the dashed line. What chose an expert beyond them is dropped.
 """
 
 routing = ksm.analysis.analyze(

@@ -51,7 +51,8 @@ class ModalityStatistics(NamedTuple):
         assigned: dict to `(E,)` int64 array, tokens that each expert processes.
         padding: `(E,)` int64 array, how many of `assigned["text"]` are padding.
         dropped: dict to float, the share of tokens that no expert takes.
-        capacity: int, slots of an expert in one group.
+        capacity: float, slots of an expert in one group, the mean over groups: those
+            with padding have fewer.
         num_groups: int, groups of pairs that were routed together.
         queue: dict to `(E, bins)` int64 array, tokens by their place in the queue for
             each expert of their group. Places before `capacity` have a slot.
@@ -78,7 +79,7 @@ class ModalityStatistics(NamedTuple):
     assigned: dict
     padding: np.ndarray
     dropped: dict
-    capacity: int
+    capacity: float
     num_groups: int
     queue: dict
     queue_step: int
@@ -94,7 +95,7 @@ class ModalityStatistics(NamedTuple):
     @property
     def slots(self) -> int:
         """Int, the slots of an expert in all groups together."""
-        return self.capacity * self.num_groups
+        return round(self.capacity * self.num_groups)
 
     @property
     def entropy(self) -> dict:
@@ -169,7 +170,7 @@ class _Sums:
 
     def __init__(self, router):
         self.router = router
-        self.num_groups = self.padding = 0
+        self.num_groups = self.num_slots = self.padding = 0
         # Name of the sum -> modality -> the sum so far.
         self.sums = {}
 
@@ -182,8 +183,10 @@ class _Sums:
         # (G, E, C)
         routing = to_slots(routing, num_tokens)
         slots = [ops.convert_to_numpy(x) for x in (routing.token, routing.filled)]
-        num_groups, num_experts, self.capacity = slots[0].shape
+        num_groups, num_experts, capacity = slots[0].shape
         self.num_groups += num_groups
+        # Padding takes no slot, and gives none.
+        self.num_slots += np.sum(summary.get("capacity", num_groups * capacity))
         self.padding += _places(is_padding, *slots).sum((0, 2))
         # (G, E, S)
         queue = _queue(self.router, selection, masks)
@@ -231,7 +234,7 @@ class _Sums:
             num_tokens=num_tokens,
             padding=self.padding,
             dropped={name: float(share) for name, share in mean("dropped").items()},
-            capacity=self.capacity,
+            capacity=float(self.num_slots / self.num_groups),
             num_groups=self.num_groups,
             queue_step=self.queue_step,
             probability=mean("probability"),

@@ -200,6 +200,8 @@ class SparseRouter(Router, PolicySettings):
             "probabilities": probabilities,
             "selection": selection,
         }
+        if limit is not None:
+            summary["capacity"] = limit
         # 8. Losses that balance the experts, in training only
         if training:
             routed = self._routed(logits, noisy_logits, unpruned, chosen, valid, masks)

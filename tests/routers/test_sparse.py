@@ -429,3 +429,15 @@ def test_normalized_gates_of_tiny_probabilities_have_gradients(gap):
     known = to_numpy(routing.gate)[to_numpy(routing.filled)]
     np.testing.assert_allclose(known, np.round(known), rtol=1e-5)
     assert known.max() == pytest.approx(1.0)
+
+
+def test_padding_gives_no_slots():
+    tokens = np.random.default_rng(0).normal(size=(2, 16, WIDTH)).astype("float32")
+    valid = np.arange(16) < np.array([[16], [6]])
+    router = routers.SoftmaxTokenChoiceRouter(2, capacity_factor=1.0)
+    decision = router(tokens, valid=valid, num_tokens=np.array([16, 6], "int32"))
+    capacity = to_numpy(decision.summary["capacity"])
+    assert_all_equal(capacity, [8, 3])
+    load, dropped = (to_numpy(decision.summary[k]) for k in ("load", "dropped"))
+    assert_all_equal(load.max(-1), capacity)
+    assert_all_equal(load.sum(-1) + dropped.sum(-1), [16, 6])
