@@ -28,11 +28,11 @@ class Decision(NamedTuple):
             balancing losses, zeros if there are none. Routers that learn have
             `"logits"`; sparse ones also `"probabilities"` and `"selection"`
             `(G, S, E)`, the scores that choose the slots, and for groups with padding
-            `"capacity"` `(G,)`, the slots of an expert for their real tokens. Only if a router is called
-            directly or in a scope of `routers.record`: `"valid"` `(G, S)` bool, `False`
-            for padding; and for sparse routings `"load"` `(G, E)`, the number of tokens
-            of each expert, and `"dropped"` `(G, S)` bool, the tokens without an expert
-            (except padding).
+            `"capacity"` `(G,)`, the slots of an expert for their real tokens. Only if a
+            router is called directly or in a scope of `routers.record`: `"valid"`
+            `(G, S)` bool, `False` for padding; and for sparse routings `"load"`
+            `(G, E)`, the number of tokens of each expert, and `"dropped"` `(G, S)`
+            bool, the tokens without an expert (except padding).
 
     Examples:
         >>> router = ksm.routers.SoftmaxExpertChoiceRouter(num_experts=4)
