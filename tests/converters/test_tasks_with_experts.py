@@ -122,7 +122,9 @@ def test_task(name, rows, tmp_path, pytestconfig):
     if name in SLOW and not pytestconfig.getoption("--all-families"):
         pytest.skip(skips.REASONS["families"])
     row = measured(name, tmp_path)
-    # SAM's decoder normalizes nearly equal numbers: 1e-7 to 3e-5, by the seed.
+    # SAM's decoder normalizes nearly equal numbers: 1e-7 to 3e-5, by the seed, and the
+    # dense one moves as far if pixels grow by a part of 2**-22. Its encoder is ViTDet,
+    # which is within 1e-5 (`test_add_experts.py`).
     largest = 1e-4 if name.startswith("SAM") else 1e-5
     assert row["from dense"] < largest and row["from file"] < 1e-6
     assert row["a step"] > 1e-4
