@@ -61,11 +61,12 @@ def test_few_shot_accuracy_is_that_of_the_card():
     parts = [
         (x.images, x.labels) for x in map(sample, ("new_icons", "other_new_icons"))
     ]
+    # One channel of grey pixels, as on the card
+    grey = [(x[..., 0].reshape(len(x), -1) / 255.0, y) for x, y in parts]
+    settings = {"shots": measures.SHOTS, "seeds": 10, "batch_size": 128, "verbose": 0}
     found = {
-        key: ksm.evaluation.few_shot_probe(
-            model, *parts, shots=measures.SHOTS, seeds=10, batch_size=128, verbose=0
-        )
-        for key, model in (("model", classifier), ("raw pixels", None))
+        "model": ksm.evaluation.few_shot_probe(classifier, *parts, **settings),
+        "raw pixels": ksm.evaluation.few_shot_probe(None, *grey, **settings),
     }
     card = read_runs(SOFT)[0]["new_concepts"]
     for shots in measures.SHOTS:
