@@ -53,8 +53,8 @@ def icon_rows(bank):
     return found
 
 
-def icon_samples(bank):
-    """Samples of icons, a dict from their names to arrays."""
+def icon_samples(bank, found):
+    """Samples of icons, a dict from names to arrays, of what `icon_rows` found."""
     return {
         name: {
             "images": plain(bank.pictures[rows])[..., :1],
@@ -62,7 +62,7 @@ def icon_samples(bank):
             "class_names": names,
             "captions": np.array([bank.captions_of(row)[0] for row in rows]),
         }
-        for name, (rows, labels, names) in icon_rows(bank).items()
+        for name, (rows, labels, names) in found.items()
     }
 
 
@@ -92,8 +92,9 @@ def main(arguments=None):
     samples = {} if arguments.only == "icons" else {"letters": letters()}
     if arguments.only != "letters":
         bank = banks.load(arguments.bank)
-        samples |= icon_samples(bank)
-        rows = np.concatenate([rows for rows, *_ in icon_rows(bank).values()])
+        found = icon_rows(bank)
+        samples |= icon_samples(bank, found)
+        rows = np.concatenate([rows for rows, *_ in found.values()])
         page = DIRECTORY / ATTRIBUTIONS
         icons.write_page(bank, page, rows, "of the samples", "samples")
     for name, arrays in samples.items():

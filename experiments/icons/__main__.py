@@ -63,17 +63,18 @@ def write_page(bank, path, rows=slice(None), which=_LEARNED, program="icons"):
         which: str, which icons they are.
         program: str, the module of `experiments` that writes the page.
     """
-    used, counts = bank.attributed(rows)
+    used, counts = np.unique(bank.set[rows], return_counts=True)
+    sets = bank.sets[used]
     text = _TEXT.format(
         which=which,
-        sets=len(used),
+        sets=len(sets),
         icons=f"{counts.sum():,}",
         concepts=f"{len(np.unique(bank.label[rows])):,}",
-        licences=", ".join(sorted(set(used[:, 3]))),
+        licences=", ".join(sorted(set(sets[:, 3]))),
         program=program,
     )
     text = f"{_TITLE}\n\n{textwrap.fill(' '.join(text.split()), 88)}\n{_HEAD}"
-    for (_, name, author, licence, url), count in zip(used, counts, strict=True):
+    for (_, name, author, licence, url), count in zip(sets, counts, strict=True):
         linked = f"[{_plain(name)}]({url})" if url else _plain(name)
         text += f"| {linked} | {_plain(author)} | {licence} | {count:,} |\n"
     with atomic_file(path) as aside:

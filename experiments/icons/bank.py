@@ -71,11 +71,6 @@ class Bank(NamedTuple):
         start, end = self.caption_start[row : row + 2]
         return self.captions[self.caption[start:end]].tolist()
 
-    def attributed(self, rows):
-        """Sets of some rows, as in `sets`, and the number of icons of each one."""
-        used, counts = np.unique(self.set[rows], return_counts=True)
-        return self.sets[used], counts
-
     @property
     def num_concepts(self):
         """Number of concepts that are trained."""

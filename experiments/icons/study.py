@@ -243,6 +243,11 @@ def results_file(scale, directory=HERE):
     return Path(directory, f"study_{scale}.json")
 
 
+def read_results(scale, directory=HERE):
+    """What is gathered of a scale: dict from models to lists of results."""
+    return read_json(results_file(scale, directory), ["models"])["models"]
+
+
 def gather(scale, bank, directory):
     """All that is finished: dict from models to lists of results with their seeds."""
     found = {}
@@ -275,7 +280,7 @@ def main(arguments=None):
     if chosen.answers:
         from experiments.icons.answers import write_answers
 
-        write_answers(read_json(file, ["models"])["models"], chosen.work)
+        write_answers(read_results(chosen.scale, chosen.output), chosen.work)
         return
     seeds = chosen.seeds or scale.seeds
     check_before([chosen.work, chosen.output], seeds, scale.seeds)

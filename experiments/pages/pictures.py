@@ -40,7 +40,7 @@ def draw(docs):
     _save(_dropped(), concepts / "dropped.png")
     _save(_schedules(), concepts / "schedules.png")
     _save(answers.plot_answers(read_json(letters.RESULTS)), gallery / "letters.png")
-    of_icons = read_json(study.results_file("small"), ["models"])["models"]
+    of_icons = study.read_results("small")
     _save(icons.curves(of_icons), gallery / "icons.png")
     for name in ksm.presets.names():
         if ksm.presets.describe(name).kind == "trained" and drawn(name):

@@ -31,7 +31,7 @@ NUMBERS = {
 
 def tables():
     """Dict from the titles of tables to their text."""
-    on_icons = read_json(study.results_file("small"), ["models"])["models"]
+    on_icons = study.read_results("small")
     return {
         "icons": answers.questions_table(on_icons) + "\n",
         "models of icons": answers.models_table(on_icons) + "\n",

@@ -292,6 +292,14 @@ def is_quantized_under(filters, layer):
     return should_quantize_layer(layer, filters)
 
 
+def lora_update(layer, first, second):
+    """Return what the factors of LoRA add to a kernel, `alpha / rank * A @ B`.
+
+    Would be replaced by: a public property of layers with `enable_lora`.
+    """
+    return layer.lora_alpha / layer.lora_rank * keras.ops.matmul(first, second)
+
+
 class QuantizedByExpert:
     """Mixin of an `EinsumDense` on `(E, D, H)` kernels whose experts share nothing.
 
@@ -311,10 +319,9 @@ class QuantizedByExpert:
         kernel = self._kernel
         if not self.lora_enabled or self.quantization_mode == "int8":
             return kernel
-        update = keras.ops.matmul(self.lora_kernel_a, self.lora_kernel_b)
-        update = self.lora_alpha / self.lora_rank * update
         # Not in the `compute_dtype`, which would round the kernel in a saved file.
-        return keras.ops.cast(kernel + update, kernel.dtype)
+        added = lora_update(self, self.lora_kernel_a, self.lora_kernel_b)
+        return keras.ops.cast(kernel + added, kernel.dtype)
 
     def _quantization_geometry(self):
         from keras.src.quantizers.geometry import EinsumProjectionGeometry

@@ -172,8 +172,7 @@ def merge_lora(layer):
         # The kernels as they would be saved
         layer.save_own_variables(merged)
     else:
-        first, second = (getattr(layer, name) for name in factors)
-        added = layer.lora_alpha / layer.lora_rank * ops.matmul(first, second)
+        added = layers.lora_update(layer, *(getattr(layer, name) for name in factors))
     for name in factors:
         # This also removes it from the variables of the layer.
         delattr(layer, name)

@@ -21,6 +21,8 @@ from keras_softmoe.sharding.variables import num_processes
 # Keras' preprocessing layers compute with TensorFlow while a thread traces them.
 # Another thread that has finished would change them back too early.
 _tracing = threading.Lock()
+# The remedy where targets or weights of images are not finite.
+LEAVE_OUT = " To leave an image out, give it the weight 0."
 
 
 def gives_batches(x):
@@ -203,13 +205,7 @@ def _check_samples(model, x, y=None, weight=None):
                 f"{of_masks if len(size) == 2 else ''}. "
                 f"Received: sample_weight of shape {array.shape}, dtype {array.dtype}."
             )
-        check_finite("Sample weights", "weight", array)
-
-
-def check_finite(kind, row, array):
-    """Raise unless an array has finite numbers; `kind` and `row` name them."""
-    remedy = " To leave an image out, give it the weight 0."
-    checks.check_finite(kind, array, f"the {row}", remedy)
+        checks.check_finite("Sample weights", array, "the weight", LEAVE_OUT)
 
 
 def checked_class_weight(class_weight, num_classes):

@@ -7,7 +7,7 @@ import keras
 import keras_hub
 import numpy as np
 
-from keras_softmoe.checks import check_numbers, check_whole_numbers, quote
+from keras_softmoe.checks import check_finite, check_numbers, check_whole_numbers, quote
 from keras_softmoe.keras_adapter.layers import flatten_layers
 from keras_softmoe.models import configuration, data, fitting, image_preprocessor
 from keras_softmoe.models.adaptation import quantize
@@ -204,7 +204,7 @@ class ViTMoEImageClassifier(keras_hub.models.ImageClassifier, MutableRouting):
         loss = self._sparse_loss()
         if loss is None:
             for array in keras.tree.flatten(y):
-                data.check_finite("Labels", "label", array)
+                check_finite("Labels", array, "the label", data.LEAVE_OUT)
             return
         y = np.asarray(y)
         if y.dtype.kind not in "biuf":

@@ -9,7 +9,7 @@ import keras_hub
 import numpy as np
 from keras import ops
 
-from keras_softmoe.checks import check_numbers, check_whole_numbers, quote
+from keras_softmoe.checks import check_finite, check_numbers, check_whole_numbers, quote
 from keras_softmoe.models import configuration, data, fitting, image_preprocessor
 from keras_softmoe.models.adaptation import quantize
 from keras_softmoe.models.arguments import check_kind, offer_names
@@ -197,7 +197,7 @@ class ViTMoEImageSegmenter(keras_hub.models.ImageSegmenter, MutableRouting):
         loss = self._sparse_loss()
         if loss is None:
             for array in keras.tree.flatten(y):
-                data.check_finite("Masks", "mask", array)
+                check_finite("Masks", array, "the mask", data.LEAVE_OUT)
             return
         y, size = np.asarray(y), self.backbone.image_shape[:2]
         shape = y.shape[:3] if y.shape[3:] == (1,) else y.shape

@@ -33,8 +33,12 @@ def test_read(tmp_path):
 def refused(path, content):
     path.write_bytes(content)
     message = f"'{path}' cannot be read as a safetensors file.*fetch it again"
-    with pytest.raises(converters.CheckpointError, match=message):
+    with (
+        peak_memory() as peak,
+        pytest.raises(converters.CheckpointError, match=message),
+    ):
         dict(converters.read_checkpoint(path))
+    assert peak[0] < 64 * len(content) + (1 << 20)
 
 
 def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
@@ -43,20 +47,32 @@ def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
 
 HEADERS = {
     "a list": "[1, 2]",
+    "text": "weights",
     "bytes": b"\xff\xfe\x00",
+    "a name twice": '{"a": {}, "a": {}}',
     "deep": "[" * 100_000,
+    "a large number": '{"a": ' + "9" * 10_000 + "}",
+    "a number as entry": {"a": 3},
     "missing keys": {"a": {"dtype": "F32"}},
     "unknown dtype": {"a": entry("O")},
+    "no dtype": {"a": entry([1])},
     "bytes of 8 bits": {"a": entry("F8_E4M3", (8,))},
     "negative shape": {"a": entry(shape=(-2,))},
     "huge shape": {"a": entry(shape=(1 << 62, 1 << 62))},
-    "fractions": {"a": entry(shape=(2.5,))},
+    "fractions": {"a": entry(shape=(2.0,))},
+    "bools": {"a": entry(shape=(True, 2))},
+    "many axes": {"a": entry(shape=(1,) * 9)},
     "no offsets": {"a": entry(offsets=())},
+    "three offsets": {"a": entry(offsets=(0, 4, 8))},
     "reversed": {"a": entry(offsets=(8, 0))},
     "beyond the end": {"a": entry(offsets=(8, 16))},
     "too long": {"a": entry(shape=(4,), offsets=(0, 16))},
     "too short": {"a": entry(shape=(1,), offsets=(0, 4))},
     "overlap": {"a": entry(), "b": entry()},
+    "a gap": {
+        "a": entry(shape=(1,), offsets=(0, 4)),
+        "b": entry("I8", (1,), (7, 8)),
+    },
     "nothing": {},
 }
 
