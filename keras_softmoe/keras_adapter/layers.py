@@ -293,7 +293,7 @@ def is_quantized_under(filters, layer):
 
 
 def lora_update(layer, first, second):
-    """Return what the factors of LoRA add to a kernel, `alpha / rank * A @ B`.
+    """Return the update of a kernel by the factors of LoRA, `alpha / rank * A @ B`.
 
     Would be replaced by: a public property of layers with `enable_lora`.
     """
