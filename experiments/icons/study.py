@@ -1,4 +1,4 @@
-"""The study on icons: train what is missing, or answer the questions of `PLAN.md`.
+"""The study on icons and characters: train what is missing, or answer `PLAN.md`.
 
     python -m experiments.icons.study --bracket      # dense models alone, for the plan
     python -m experiments.icons.study                # all trainings that are missing
@@ -6,8 +6,9 @@
     python -m experiments.icons.study --answers      # tables and a figure
 
 Trainings are resumable: each is a file of results in `build/icons/study`, and the
-running one is backed up after each epoch. `--scale full` is for an accelerator. Each
-call writes all that is finished to `experiments/icons/study_SCALE.json`.
+running one is backed up after each epoch. `--scale full` is for an accelerator,
+`characters` and `characters_longer` are the second task. Each call writes all that is
+finished to `experiments/icons/study_SCALE.json`.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from pathlib import Path
 import keras
 import numpy as np
 
-from experiments.icons import bank as banks
+from experiments.icons import bank as banks, characters
 from experiments.icons.pictures import Icons, plain
 from experiments.lib.runs import (
     RESULTS,
@@ -53,6 +54,8 @@ class Scale:
         seeds: tuple of int.
         concepts: int or `None`, so many of the trained concepts, those most drawn.
         watched: int, icons of each point of a curve.
+        models: tuple of str, of `MODELS`, or `None` for all.
+        bank: str, path of the bank.
     """
 
     patch_size: int
@@ -66,11 +69,20 @@ class Scale:
     seeds: tuple
     concepts: int | None = None
     watched: int = 2048
+    models: tuple | None = None
+    bank: str = str(BANK)
 
 
+# 572 characters of seven faces are 250 steps an epoch: 8,000 and 16,000 steps.
+_CHARACTERS = Scale(
+    8, 64, 4, 2, 16, 32, 2e-3, 1.0, (70, 71, 72), 572, 572,
+    ("dense", "wide", "vmoe", "random"), str(characters.BANK),
+)  # fmt: skip
 SCALES = {
     "small": Scale(8, 64, 4, 2, 128, 10, 4e-3, 1.25, (60, 61, 62), 200),
     "full": Scale(4, 128, 6, 4, 512, 100, 1e-3, 1.25, (60, 61, 62, 63, 64)),
+    "characters": _CHARACTERS,
+    "characters_longer": dataclasses.replace(_CHARACTERS, epochs=64),
     "smoke": Scale(16, 16, 2, 2, 64, 2, 2e-3, 1.5, (0, 1), 20, 64),
 }
 BRACKET_SEED, RATES = 1060, (1e-3, 2e-3, 4e-3)
@@ -213,11 +225,12 @@ def accuracy(classifier, images, labels):
     return float(np.mean(right & np.isfinite(logits).all(-1)))
 
 
-def bracket(scale, bank, directory):
+def bracket(scale, bank, directory, chosen):
     """Train dense models alone: yield the names of trainings, and their results.
 
-    First all rates for half the length; then the best of `dense` for the whole length,
-    and `dense` for twice that, which tells what time is worth.
+    First all rates for half the length; then, if not the `"rate"` alone but the
+    `"length"` is chosen, the best of `dense` for the whole length, and `dense` for
+    twice that, which tells what time is worth.
     """
 
     def tried(key, part, rate):
@@ -233,6 +246,8 @@ def bracket(scale, bank, directory):
             yield name, results
             if key == "dense":
                 reached[rate] = results["accuracy"]
+    if chosen == "rate":
+        return
     best = max(reached, key=reached.get)
     for key, part in (("dense", 1), ("wide", 1), ("dense", 2)):
         yield tried(key, part, best)
@@ -268,11 +283,17 @@ def main(arguments=None):
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--scale", choices=SCALES, default="small")
-    parser.add_argument("--only", nargs="+", choices=MODELS, default=tuple(MODELS))
+    parser.add_argument("--only", nargs="+", choices=MODELS)
     parser.add_argument("--seeds", type=int, nargs="+")
-    parser.add_argument("--bracket", action="store_true", help="dense models alone")
+    parser.add_argument(
+        "--bracket",
+        nargs="?",
+        const="length",
+        choices=("rate", "length"),
+        help="dense models alone, to choose the rate, and the length unless told",
+    )
     parser.add_argument("--answers", action="store_true", help="tables and a figure")
-    parser.add_argument("--bank", type=Path, default=BANK)
+    parser.add_argument("--bank", type=Path, help="[that of the scale]")
     parser.add_argument("--work", type=Path, default=WORK)
     parser.add_argument("--output", type=Path, default=HERE)
     chosen = parser.parse_args(arguments)
@@ -284,18 +305,20 @@ def main(arguments=None):
         return
     seeds = chosen.seeds or scale.seeds
     check_before([chosen.work, chosen.output], seeds, scale.seeds)
-    bank = most_drawn(banks.load(chosen.bank), scale.concepts)
+    bank = most_drawn(banks.load(chosen.bank or scale.bank), scale.concepts)
     if chosen.scale != "full":
         one_thread()
     if chosen.bracket:
         found, file = {}, chosen.output / f"bracket_{chosen.scale}.json"
-        for name, results in bracket(scale, bank, chosen.work / "bracket"):
+        for name, results in bracket(
+            scale, bank, chosen.work / "bracket", chosen.bracket
+        ):
             print(name, results["accuracy"], flush=True)
             found[name] = results
             write_json(file, found)
         return
     for seed in seeds:
-        for key in chosen.only:
+        for key in chosen.only or scale.models or MODELS:
             run = training(scale, bank, key, seed)
             print(run.name, flush=True)
             print(finish(run, chosen.work, verbose=2)["results"]["accuracy"])
