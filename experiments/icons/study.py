@@ -56,6 +56,7 @@ class Scale:
         watched: int, icons of each point of a curve.
         models: tuple of str, of `MODELS`, or `None` for all.
         bank: str, path of the bank.
+        rates: tuple of float, peaks that are tried.
     """
 
     patch_size: int
@@ -71,12 +72,14 @@ class Scale:
     watched: int = 2048
     models: tuple | None = None
     bank: str = str(BANK)
+    rates: tuple = (1e-3, 2e-3, 4e-3)
 
 
 # 572 characters of seven faces are 250 steps an epoch: 8,000 and 16,000 steps.
 _CHARACTERS = Scale(
-    8, 64, 4, 2, 16, 32, 2e-3, 1.0, (70, 71, 72), 572, 572,
-    ("dense", "wide", "vmoe", "random"), str(characters.BANK),
+    8, 64, 4, 2, 16, 32, 1e-3, 1.0, (70, 71, 72), 572, 572,
+    ("dense", "wide", "vmoe", "random", "position"), str(characters.BANK),
+    (5e-4, 1e-3, 2e-3, 4e-3),
 )  # fmt: skip
 SCALES = {
     "small": Scale(8, 64, 4, 2, 128, 10, 4e-3, 1.25, (60, 61, 62), 200),
@@ -85,7 +88,7 @@ SCALES = {
     "characters_longer": dataclasses.replace(_CHARACTERS, epochs=64),
     "smoke": Scale(16, 16, 2, 2, 64, 2, 2e-3, 1.5, (0, 1), 20, 64),
 }
-BRACKET_SEED, RATES = 1060, (1e-3, 2e-3, 4e-3)
+BRACKET_SEED = 1060
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,9 +231,9 @@ def accuracy(classifier, images, labels):
 def bracket(scale, bank, directory, chosen):
     """Train dense models alone: yield the names of trainings, and their results.
 
-    First all rates for half the length; then, if not the `"rate"` alone but the
-    `"length"` is chosen, the best of `dense` for the whole length, and `dense` for
-    twice that, which tells what time is worth.
+    The `"rate"` is chosen by `dense` after half the length. To choose the `"length"`,
+    too, `wide` is trained as long, then both at the best rate of `dense` for the whole
+    length, and `dense` for twice that, which tells what time is worth.
     """
 
     def tried(key, part, rate):
@@ -240,8 +243,8 @@ def bracket(scale, bank, directory, chosen):
         return run.name, finish(run, directory, verbose=2)["results"]
 
     reached = {}
-    for rate in RATES:
-        for key in ("dense", "wide"):
+    for rate in scale.rates:
+        for key in ("dense",) if chosen == "rate" else ("dense", "wide"):
             name, results = tried(key, 0.5, rate)
             yield name, results
             if key == "dense":
