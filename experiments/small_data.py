@@ -58,6 +58,11 @@ SETTINGS = {
     "dense": None,
     "groups of one image": {"group_images": 1},
     "defaults": {},
+    "capacity of 2": {
+        "group_images": 32,
+        "capacity_factor": 2.0,
+        "eval_capacity_factor": "dropless",
+    },
     "without capacity": {"group_images": 1, "capacity_factor": None},
 }
 NUM_EXPERTS = (8, 25)

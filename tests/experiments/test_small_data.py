@@ -22,6 +22,7 @@ def test_program(tmp_path, monkeypatch):
     assert drops == {
         "digits_groups_of_one_image_4_3": [True, True, True],
         "digits_defaults_4_3": [True, False, False],
+        "digits_capacity_of_2_4_3": [True, False, False],
         "digits_without_capacity_4_3": [False, False, False],
     }
     found = results["digits_without_capacity_4_3"]
@@ -30,7 +31,7 @@ def test_program(tmp_path, monkeypatch):
 
 def test_results_are_whole():
     found = read_json(small_data.OUTPUT, ["results"])["results"]
-    assert len(found) == 35 + 2 * 2 * 2 * 5
+    assert len(found) == 45 + 2 * 2 * 2 * 5
     for name, result in found.items():
         # What the defaults promise, in all tasks and with few and many experts
         if "_defaults_" in name:
