@@ -73,12 +73,54 @@ def questions_table(results):
                 lines.append(f"|  | {names} | not measured |  |  |  |")
                 continue
             of = found[pair]
-            answer = "yes" if of.mean > 0 else "no"
-            answer = answer if of.adjusted_p < LEVEL else "open"
-            interval = f"{of.mean:+.1f} ± {of.margin:.1f} points"
-            cells = (names, interval, of.seeds, f"{of.adjusted_p:.2g}", answer)
-            lines.append("|  | " + " | ".join(map(str, cells)) + " |")
+            interval, p = _interval_and_p(of, " points")
+            cells = "", names, interval, str(of.seeds), p, answer(of)
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def answer(of):
+    """The answer that a corrected `Difference` is: yes or no by its sign, or open."""
+    if not of.adjusted_p < LEVEL:
+        return "open"
+    return "yes" if of.mean > 0 else "no"
+
+
+def _interval_and_p(of, unit=""):
+    return f"{of.mean:+.1f} ± {of.margin:.1f}{unit}", f"{of.adjusted_p:.2g}"
+
+
+def lengths_table(by_length):
+    """Differences after trainings of several lengths, then accuracies, in Markdown.
+
+    Args:
+        by_length: dict from titles of lengths to the results of the same models.
+    """
+    found = {length: differences(results) for length, results in by_length.items()}
+    heads = [cell for length in found for cell in (length, "p, corrected", "answer")]
+    lines = [f"| difference, points | {' | '.join(heads)} |", "|---" * 7 + "|"]
+    first = next(iter(found.values()))
+    for pair in first:
+        cells = [" less ".join(f'"{MODELS[name].title}"' for name in pair)]
+        for of in (differs[pair] for differs in found.values()):
+            cells += [*_interval_and_p(of), answer(of)]
+        lines.append(f"| {' | '.join(cells)} |")
+    heads = [cell for length in found for cell in (length, "seconds")]
+    lines += ["", f"| accuracy, % | parameters | {' | '.join(heads)} |"]
+    lines.append("|---" * (2 + len(heads)) + "|")
+    for key, rows in next(iter(by_length.values())).items():
+        cells = [MODELS[key].title, f"{rows[0]['parameters']:,}"]
+        for results in by_length.values():
+            seconds = np.mean([row["seconds"] for row in results[key]])
+            cells += [_mean_accuracy(results[key]), f"{seconds:.0f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _mean_accuracy(rows):
+    values = [100 * row["accuracy"] for row in rows]
+    spread = np.std(values, ddof=1) if len(values) > 1 else 0.0
+    return f"{np.mean(values):.1f} ± {spread:.1f}"
 
 
 def models_table(results):
@@ -100,13 +142,11 @@ def models_table(results):
             end, dense_seconds = curve[-1], seconds
         reached = np.flatnonzero(curve >= end) if end is not None else []
         part = (reached[0] + 1) / len(curve) if len(reached) else None
-        values = [100 * row["accuracy"] for row in rows]
-        spread = np.std(values, ddof=1) if len(values) > 1 else 0.0
         drops = [np.mean(row["dropped"]) for row in rows if row.get("dropped")]
         cells = (
             MODELS[key].title,
             f"{rows[0]['parameters']:,}",
-            f"{np.mean(values):.1f} ± {spread:.1f}",
+            _mean_accuracy(rows),
             f"{100 * np.mean([row['trained_styles'] for row in rows]):.1f}",
             f"{100 * np.mean(drops):.0f} %" if drops else "",
             f"{seconds:.0f}",

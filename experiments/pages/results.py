@@ -32,9 +32,14 @@ NUMBERS = {
 def tables():
     """Dict from the titles of tables to their text."""
     on_icons = study.read_results("small")
+    of_characters = {
+        "8,000 steps": study.read_results("characters"),
+        "16,000 steps": study.read_results("characters_longer"),
+    }
     return {
         "icons": answers.questions_table(on_icons) + "\n",
         "models of icons": answers.models_table(on_icons) + "\n",
+        "characters": answers.lengths_table(of_characters) + "\n",
         "fidelity": fidelity_table(),
         "textiles": report(read_json(EXPERIMENTS / "real_weights/results.json")) + "\n",
         "upcycled as published": published_table(),

@@ -133,9 +133,9 @@ def routers_of(model):
         routers = _by_name(x for x in flatten_layers(model) if isinstance(x, Router))
     if not routers:
         raise ValueError(
-            "Only the routing of this library's MoE layers, `MoE` and `SoftMoE`, is "
-            f"recorded. Received: a {type(model).__name__} without any. "
-            "`ksm.converters.add_experts` replaces MLPs."
+            "Only the routing of this library's MoE layers is recorded. "
+            f"Received: a {type(model).__name__} without any. `converters.add_experts` "
+            "replaces MLPs, `converters.sparsify` keeps the model's own routers."
         )
     return routers
 
