@@ -64,7 +64,8 @@ def make_bank(folder, characters):
                 f"There is no {quote(str(path))}. `apt-get install fonts-{package}` "
                 "installs it, or name the folder with `--fonts`."
             )
-        known = TTFont(path, fontNumber=number, lazy=True).getBestCmap()
+        with TTFont(path, fontNumber=number, lazy=True) as of:
+            known = of.getBestCmap()
         characters = "".join(c for c in characters if ord(c) in known)
         fonts.append(ImageFont.truetype(str(path), SIZE, index=number))
     count = len(characters)
