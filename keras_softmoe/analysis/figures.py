@@ -123,7 +123,7 @@ FIGURES = {
         "modalities",
         of_modalities.modality_load,
         "How many tokens of text and of images choose each expert. Hatched: dropped. "
-        "Dashed: the capacity, which holds in each group of pairs.",
+        "Dashed: the capacity, the sum over groups of pairs.",
         "LIMoE, figures 17 to 22 and 39",
     ),
     "coverage": FigureRow(
@@ -143,8 +143,8 @@ FIGURES = {
     "priorities": FigureRow(
         "modalities",
         of_modalities.priorities,
-        "The order in which tokens queue for the experts of a group. To the right of "
-        "the dashed line, the capacity, they are dropped.",
+        "The order in which tokens queue for the experts of a group. They are dropped "
+        "beyond the capacity (dashed, the mean over groups).",
         "LIMoE, figures 32 to 37",
     ),
     "trajectories": FigureRow(

@@ -55,7 +55,7 @@ class ModalityStatistics(NamedTuple):
             with padding have fewer.
         num_groups: int, groups of pairs that were routed together.
         queue: dict to `(E, bins)` int64 array, tokens by their place in the queue for
-            each expert of their group. Places before `capacity` have a slot.
+            each expert. In groups without padding those before `capacity` get slots.
         queue_step: int, places in a bin.
         probability: dict to `(E,)` float64 array, mean routing probability.
         confidence_mean: dict to float, mean of a token's largest routing probability.

@@ -222,9 +222,9 @@ def task_of(preset):
     if path is None:
         has_head = rows()[str(preset)].release is not None
         return "keras_softmoe>ViTMoEImageClassifier" if has_head else None
-    task = _read_json(path, _TASK_FILE)
+    has_task = (path / _TASK_FILE).is_file()
     with explain_errors(path):
-        return task["registered_name"] if task else None
+        return _read_json(path, _TASK_FILE)["registered_name"] if has_task else None
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """The safetensors format, and the names of `timm` and `transformers` in such files."""
 
 import functools
+import os
 import re
 
 import ml_dtypes
@@ -28,6 +29,8 @@ from keras_softmoe.checkpoints.translation import (
 )
 
 _open = functools.partial(open_file, kind="a safetensors file")
+# Kept, as opening a file reads its whole header. A changed file is opened anew.
+_opened = functools.lru_cache(1)(lambda path, time: safe_open(path, framework="numpy"))
 _DTYPES = {
     **{f"F{8 * size}": np.dtype(f"float{8 * size}") for size in (2, 4, 8)},
     **{f"I{8 * size}": np.dtype(f"int{8 * size}") for size in (1, 2, 4, 8)},
@@ -52,9 +55,8 @@ def read_safetensors(path):
 
 
 def _read(path, name):
-    # Opened anew, which is an error if the file has become shorter.
-    with _open(path), safe_open(path, framework="numpy") as file:
-        return file.get_tensor(name)
+    with _open(path):
+        return _opened(path, os.stat(path).st_mtime_ns).get_tensor(name)
 
 
 _OURS = r"Encoder/encoderblock_\1/"

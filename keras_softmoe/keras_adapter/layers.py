@@ -41,8 +41,8 @@ class Layer(keras.layers.Layer):
         return inputs_shape
 
     def keep_arguments(self, scope):
-        """Set the attributes in `config_arguments` from `locals()` of `__init__`."""
-        for name in self.config_arguments:
+        """Set attributes of `config_arguments` that `locals()` of `__init__` has."""
+        for name in self.config_arguments & scope.keys():
             setattr(self, name, scope[name])
 
     def get_config(self):

@@ -152,7 +152,7 @@ class EncoderBlock(Layer):
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class LayerScale(Layer):
-    """Multiply each channel of `(..., D)` by a learned factor, at first a positive one.
+    """Multiply each channel of `(..., D)` by a learned factor.
 
     Source: Touvron et al. 2021 (CaiT), section 2.1.
     """
@@ -162,7 +162,7 @@ class LayerScale(Layer):
     def __init__(self, initial_value: float = 1e-5, **kwargs):
         check_numbers(over=0, initial_value=initial_value)
         super().__init__(**kwargs)
-        self.initial_value = initial_value
+        self.keep_arguments(locals())
         self.supports_masking = True
 
     def build(self, inputs_shape):

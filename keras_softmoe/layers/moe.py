@@ -133,11 +133,11 @@ class MoE(Layer):
                 # Otherwise they are settings of the shared expert, which is an MLP.
                 other = None if activation == "gelu_tanh" else activation
                 given |= {"gated": gated, "activation": other}
-            given = {name: value for name, value in given.items() if value}
-            if given:
+            wrong = {name: value for name, value in given.items() if value}
+            if wrong:
                 raise ValueError(
                     "These are settings of experts that are MLPs, not of an `expert`. "
-                    + checks.received(**given)
+                    + checks.received(**wrong)
                 )
         self.check_settings(
             group_images,

@@ -74,7 +74,7 @@ def _pool_masked(tokens, pooling, mask):
 
 @keras.saving.register_keras_serializable(package="keras_softmoe")
 class FeatureMap(Layer):
-    """Map of the patches of an image, resized from a grid without weights.
+    """Map of the patches of an image, resized by a fixed interpolation.
 
     A smaller map has the maximum of each window, as the coarsest one of ViTDet, if the
     windows have one size. All others are interpolated (bilinear). `(B, S, D)` tokens,
@@ -190,7 +190,7 @@ class ContrastiveScale(Layer):
 
     Both are scalars, repeated for each row of `(B, D)` embeddings so that they can be
     outputs of a model: a dict of `"logit_scale"` and, with a bias, `"logit_bias"`, each
-    `(B,)`. The trained weight is the logarithm of the scale, which starts positive.
+    `(B,)`. The trained weight is the logarithm of the (positive) scale.
 
     Source: LIMoE, appendix A (scale); Zhai et al. 2023 (SigLIP), section 3.2 (bias).
     """

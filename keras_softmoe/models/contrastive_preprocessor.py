@@ -34,7 +34,7 @@ class LIMoETokenizer(keras_hub.tokenizers.SentencePieceTokenizer):
         >>> captions = ksm.datasets.sample("icons").captions
         >>> proto = ksm.datasets.train_vocabulary(captions, vocabulary_size=100)
         >>> tokenizer = ksm.models.LIMoETokenizer(proto)
-        >>> tokenizer(["a red circle"])
+        >>> tokenizer(["coffee cup"])
     """
 
     backbone_cls = LIMoEBackbone

@@ -224,8 +224,7 @@ class RoutingLoss:
 class _DropWarning(keras.callbacks.Callback):
     """Callback that warns once of dropped tokens and idle experts.
 
-    It looks at a batch after the first epoch and the last: the result of a function,
-    `None` without one.
+    It checks the batch that `first_inputs` returns, after the first and last epoch.
     """
 
     def __init__(self, first_inputs):

@@ -244,7 +244,7 @@ def gates_of_slots(scores, token, filled):
 
 
 def identity(num_groups, num_tokens, num_experts):
-    """Assign token `s` to slot `s // E` of expert `s % E`, both `(G, E, S / E)`.
+    """Assign token `s` to slot `s // E` of expert `s % E`: token, filled `(G, E, C)`.
 
     Source: Soft MoE, section 3.6 and appendix A ("Identity").
     """

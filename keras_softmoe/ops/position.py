@@ -5,7 +5,7 @@ from keras import ops
 
 
 def sincos_2d_table(rows, columns, width, temperature=10000.0):
-    """Return fixed sine and cosine embeddings of `(rows * columns, width)` patches.
+    """Return fixed sine and cosine position embeddings, `(rows * columns, width)`.
 
     For the patch in row `y` and column `x` and frequencies
     `w_i = temperature ** (-i / (width / 4 - 1))` the row of the table is

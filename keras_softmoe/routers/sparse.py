@@ -145,7 +145,7 @@ class SparseRouter(Router, PolicySettings):
         return self._decide(tokens, valid, training, num_tokens, {})
 
     def _decide(self, tokens, valid, training, num_tokens, masks):
-        """Return the `Decision` for `(G, S, D)` tokens, `valid` ones and padding.
+        """Return the `Decision` for `(G, S, D)` tokens; `valid` is `False` for padding.
 
         `num_tokens` is `(G,)` ints or `None`, see `Router.knows_num_tokens`; `masks` a
         dict from the modalities of a LIMoE to the `(1, S)` masks of their tokens.

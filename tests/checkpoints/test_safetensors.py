@@ -1,6 +1,7 @@
 """The reader of safetensors files: what it reads, and what it refuses."""
 
 import json
+import os
 import random
 
 import ml_dtypes
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from keras_softmoe import converters
+from keras_softmoe.checkpoints import safetensors
 from tests.support import safetensors_file, torch_twin
 from tests.support.memory import peak_memory
 from tests.support.references import assert_all_equal
@@ -98,6 +100,23 @@ def test_file_that_becomes_shorter(tmp_path):
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(converters.CheckpointError, match="cannot be read as"):
         dict(checkpoint)
+
+
+def test_the_header_is_read_twice_at_most(tmp_path, monkeypatch):
+    """Once for the names, once for the arrays, however many there are."""
+    opened, safe_open = [], safetensors.safe_open
+    monkeypatch.setattr(
+        safetensors, "safe_open", lambda *a, **k: opened.append(a) or safe_open(*a, **k)
+    )
+    path = tmp_path / "a.safetensors"
+    for value in (1.0, 2.0):
+        arrays = {str(index): np.full(2, value, "float32") for index in range(5)}
+        safetensors_file.save(path, arrays)
+        # A clock of files may be coarse.
+        os.utime(path, ns=(0, int(value)))
+        found = dict(converters.read_checkpoint(path))
+        assert_all_equal({name: np.asarray(a) for name, a in found.items()}, arrays)
+    assert len(opened) == 4
 
 
 def test_other_kinds_of_files(tmp_path):

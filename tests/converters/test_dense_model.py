@@ -121,6 +121,17 @@ def test_presets(tmp_path, name):
     assert_near(pooled(again, large), expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("content", ["{}", "[]", "null"])
+def test_damaged_task(tmp_path, content):
+    """It is refused: without it the head would be left out."""
+    backbone = tiny.backbone(**tiny.DENSE)
+    models.ViTMoEImageClassifier(backbone, 3).save_to_preset(str(tmp_path))
+    assert isinstance(converters.dense_model(tmp_path), models.ViTMoEImageClassifier)
+    (tmp_path / "task.json").write_text(content)
+    with pytest.raises(ValueError, match="cannot be read.*Error"):
+        converters.dense_model(tmp_path)
+
+
 def pooled(model, images):
     outputs = model(images)
     return to_numpy(outputs["pooled_output"] if isinstance(outputs, dict) else outputs)

@@ -129,3 +129,17 @@ def test_call_that_returns_no_decision():
 
     with pytest.raises(ValueError, match="`SlotRouting` from `OnlyRouting`"):
         layers.MoE(OnlyRouting(2), mlp_dim=4)(TOKENS)
+
+
+def test_subclass_with_another_argument():
+    """It extends `config_arguments`, and sets its own after `super().__init__`."""
+
+    class Warm(routers.SoftRouter):
+        config_arguments = (*routers.SoftRouter.config_arguments, "temperature")
+
+        def __init__(self, *args, temperature=2.0, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.temperature = temperature
+
+    again = Warm.from_config(Warm(4, temperature=3.0).get_config())
+    assert again.temperature == 3.0 and again.num_experts == 4
