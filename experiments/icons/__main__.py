@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WORK = Path("build", "icons")
 PAGE = ROOT / "docs" / "results" / "icons.md"
 _TITLE = "# Icons: sets and attributions"
-_LEARNED = "that presets `*_icons` learned from"
+_LEARNED = "that presets `*_icons` learned from or are tested on"
 _TEXT = """
 Drawings and names of the icons {which} are of {sets} sets of the collection Iconify:
 {icons} icons of {concepts} concepts. Only sets under an open licence are taken

@@ -102,17 +102,21 @@ def lengths_table(by_length):
     first = next(iter(found.values()))
     for pair in first:
         cells = [" less ".join(f'"{MODELS[name].title}"' for name in pair)]
-        for of in (differs[pair] for differs in found.values()):
-            cells += [*_interval_and_p(of), answer(of)]
+        for differs in found.values():
+            of = differs.get(pair)
+            cells += (
+                [*_interval_and_p(of), answer(of)] if of else ["not trained", "", ""]
+            )
         lines.append(f"| {' | '.join(cells)} |")
     heads = [cell for length in found for cell in (length, "seconds")]
     lines += ["", f"| accuracy, % | parameters | {' | '.join(heads)} |"]
     lines.append("|---" * (2 + len(heads)) + "|")
     for key, rows in next(iter(by_length.values())).items():
         cells = [MODELS[key].title, f"{rows[0]['parameters']:,}"]
-        for results in by_length.values():
-            seconds = np.mean([row["seconds"] for row in results[key]])
-            cells += [_mean_accuracy(results[key]), f"{seconds:.0f}"]
+        for of_length in by_length.values():
+            rows = of_length.get(key)
+            cells.append(_mean_accuracy(rows) if rows else "not trained")
+            cells.append(f"{np.mean([r['seconds'] for r in rows]):.0f}" if rows else "")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -127,21 +131,22 @@ def models_table(results):
     """What each model has reached, in Markdown.
 
     Seconds are of the whole training; steps and seconds "to dense" are those after
-    which the mean curve of a model is where the curve of the dense model ends.
+    which the mean curve of a model is where the curve of the dense model ends, as
+    shares of that model's.
     """
     lines = [
         "| model | parameters | accuracy, % | known styles, % | dropped | seconds "
         "| share of steps to dense | of seconds |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    end, dense_seconds = None, None
+    end = None
     for key, rows in results.items():
         curve = np.mean([[x["accuracy"] for x in row["curve"]] for row in rows], 0)
         seconds = np.mean([row["seconds"] for row in rows])
         if key == "dense":
-            end, dense_seconds = curve[-1], seconds
+            end, dense_seconds, dense_epochs = curve[-1], seconds, len(curve)
         reached = np.flatnonzero(curve >= end) if end is not None else []
-        part = (reached[0] + 1) / len(curve) if len(reached) else None
+        epochs = reached[0] + 1 if len(reached) else None
         drops = [np.mean(row["dropped"]) for row in rows if row.get("dropped")]
         cells = (
             MODELS[key].title,
@@ -150,8 +155,8 @@ def models_table(results):
             f"{100 * np.mean([row['trained_styles'] for row in rows]):.1f}",
             f"{100 * np.mean(drops):.0f} %" if drops else "",
             f"{seconds:.0f}",
-            "" if part is None else f"{part:.2f}",
-            "" if part is None else f"{part * seconds / dense_seconds:.2f}",
+            f"{epochs / dense_epochs:.2f}" if epochs else "",
+            f"{epochs / len(curve) * seconds / dense_seconds:.2f}" if epochs else "",
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -166,7 +171,7 @@ def curves(results):
         seconds = np.mean([row["seconds"] for row in rows])
         axes[0].plot(part, curve, label=MODELS[key].title, **style)
         axes[1].plot(part * seconds, curve, **style)
-    for axis, label in zip(axes, ("part of the steps", "seconds"), strict=True):
+    for axis, label in zip(axes, ("part of its own steps", "seconds"), strict=True):
         plain_axes(axis)
         as_percentages(axis.yaxis)
         label_axes(axis, label)

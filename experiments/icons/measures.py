@@ -49,7 +49,7 @@ def few_shot(model, bank):
 
 
 def new_concept_rows(bank):
-    """Icons to learn from and icons to tell, of other families of sets.
+    """Icons to learn from and icons to test, of other families of sets.
 
     Returns:
         Two pairs `(rows, labels)` of concepts that both have enough icons of, and the

@@ -212,7 +212,7 @@ def _classes(runs, bank):
 **Styles never seen**: accuracy among {bank.num_concepts:,} concepts: {by_seed}.
 
 **Concepts never seen**: a linear probe, mean ± standard deviation over draws of icons
-to learn from; icons to tell are of other families of sets.
+to learn from; icons to test come from other families of sets.
 
 | icons of a concept | this model | raw pixels |
 |---|---|---|

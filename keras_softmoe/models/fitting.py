@@ -256,8 +256,8 @@ class _DropWarning(keras.callbacks.Callback):
         if many:
             warnings.warn(
                 "Many tokens are dropped: they have no expert and pass the block "
-                f"unchanged. Received: {', '.join(many)}, {batch}. Let several images "
-                "share the slots of the experts (`model.set_routing(group_images=8)`), "
+                f"unchanged. Received: {', '.join(many)}, {batch}. Let more images "
+                "share the slots of experts (`group_images` of `model.set_routing`), "
                 "raise `capacity_factor`, or, where tokens choose, the weight of the "
                 "balancing losses, or set `bias_update_rate`.",
                 stacklevel=2,
