@@ -68,7 +68,7 @@ def questions_table(results):
     for letter, (text, pairs) in QUESTIONS.items():
         lines.append(f"| **({letter})** | **{text}** |  |  |  |  |")
         for pair in pairs:
-            names = " less ".join(f'"{MODELS[name].title}"' for name in pair)
+            names = _names(pair)
             if pair not in found:
                 lines.append(f"|  | {names} | not measured |  |  |  |")
                 continue
@@ -86,6 +86,10 @@ def answer(of):
     return "yes" if of.mean > 0 else "no"
 
 
+def _names(pair):
+    return " less ".join(f'"{MODELS[name].title}"' for name in pair)
+
+
 def _interval_and_p(of, unit=""):
     return f"{of.mean:+.1f} ± {of.margin:.1f}{unit}", f"{of.adjusted_p:.2g}"
 
@@ -98,10 +102,10 @@ def lengths_table(by_length):
     """
     found = {length: differences(results) for length, results in by_length.items()}
     heads = [cell for length in found for cell in (length, "p, corrected", "answer")]
-    lines = [f"| difference, points | {' | '.join(heads)} |", "|---" * 7 + "|"]
-    first = next(iter(found.values()))
-    for pair in first:
-        cells = [" less ".join(f'"{MODELS[name].title}"' for name in pair)]
+    lines = [f"| difference, points | {' | '.join(heads)} |"]
+    lines.append("|---" * (1 + len(heads)) + "|")
+    for pair in next(iter(found.values())):
+        cells = [_names(pair)]
         for differs in found.values():
             of = differs.get(pair)
             cells += (

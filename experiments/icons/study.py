@@ -75,14 +75,23 @@ class Scale:
     rates: tuple = (1e-3, 2e-3, 4e-3)
 
 
+_SMALL = Scale(8, 64, 4, 2, 128, 10, 4e-3, 1.25, (60, 61, 62), 200)
 # 572 characters of seven faces are 250 steps an epoch: 8,000 and 16,000 steps.
-_CHARACTERS = Scale(
-    8, 64, 4, 2, 16, 32, 1e-3, 1.0, (70, 71, 72), 572, 572,
-    ("dense", "wide", "vmoe", "random", "position"), str(characters.BANK),
-    (5e-4, 1e-3, 2e-3, 4e-3),
-)  # fmt: skip
+_CHARACTERS = dataclasses.replace(
+    _SMALL,
+    batch_size=16,
+    epochs=32,
+    learning_rate=1e-3,
+    longer=1.0,
+    seeds=(70, 71, 72),
+    concepts=572,
+    watched=572,
+    models=("dense", "wide", "vmoe", "random", "position"),
+    bank=str(characters.BANK),
+    rates=(5e-4, 1e-3, 2e-3, 4e-3),
+)
 SCALES = {
-    "small": Scale(8, 64, 4, 2, 128, 10, 4e-3, 1.25, (60, 61, 62), 200),
+    "small": _SMALL,
     "full": Scale(4, 128, 6, 4, 512, 100, 1e-3, 1.25, (60, 61, 62, 63, 64)),
     "characters": _CHARACTERS,
     "characters_longer": dataclasses.replace(_CHARACTERS, epochs=64),
